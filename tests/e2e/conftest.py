@@ -36,6 +36,7 @@ class Server:
 
     url: str
     process: psutil.Process
+    log: Path = Path(os.devnull)
 
     def client(self, **options: Any) -> openai.OpenAI:
         options = {"api_key": "none", "max_retries": 0, **options}
@@ -215,7 +216,7 @@ def serve_run(directory: Path, args: dict[str, Any]) -> Iterator[Server]:
             env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
             preexec_fn=heed_interrupts,
         )
-    server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid))
+    server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), log)
     try:
         wait_for_health(server, process, log)
         yield server

@@ -5,8 +5,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -330,6 +332,106 @@ def test_a_tool_is_called_with_arguments_that_fit(client: openai.OpenAI) -> None
             result = {"role": "tool", "tool_call_id": call.id, "content": "noted"}
             messages += [answer.message.model_dump(exclude_none=True), result]
     assert answer.message.content
+
+
+REMEMBER = {
+    "type": "function",
+    "function": {"name": "remember", "parameters": City.model_json_schema()},
+}
+
+
+def ask_for_calls(client: openai.OpenAI, stream: bool, **more: Any) -> tuple[str, list[str], str]:
+    """Content, the arguments of each call, and the finish reason."""
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,  # type: ignore[arg-type]
+        tools=[REMEMBER],  # type: ignore[list-item]
+        tool_choice="required",
+        temperature=0,
+        stream=stream,
+        **more,
+    )
+    if not stream:
+        (choice,) = answer.choices
+        calls = [call.function.arguments for call in choice.message.tool_calls or []]
+        return choice.message.content or "", calls, choice.finish_reason
+    content, calls, finish = "", [], ""
+    for chunk in answer:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        calls += [call.function.arguments for call in choice.delta.tool_calls or []]
+        finish = choice.finish_reason or finish
+    return content, calls, finish
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_ends_inside_a_call_shows_no_markup(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    whole = ask_for_calls(client, stream, max_tokens=120, parallel_tool_calls=False)
+    assert (whole[0], len(whole[1]), whole[2]) == ("", 1, "tool_calls")
+    for max_tokens in (1, 3, 10, 20):
+        assert ask_for_calls(client, stream, max_tokens=max_tokens) == ("", [], "length")
+    for stop in ("\n", "o", "{", "<", '"'):
+        asked = {"max_tokens": 120, "parallel_tool_calls": False, "stop": [stop]}
+        assert ask_for_calls(client, stream, **asked) == whole
+    content, calls, finish = ask_for_calls(client, stream, max_tokens=150)
+    assert content == ""
+    assert calls[:1] == whole[1]
+    assert finish in ("length", "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_never_ends_in_half_a_character(client: openai.OpenAI, stream: bool) -> None:
+    for max_tokens in range(1, 6):
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,  # type: ignore[arg-type]
+            max_tokens=max_tokens,
+            logprobs=True,
+            stream=stream,
+            extra_body={"structured_outputs": {"regex": "🦊{8}"}},
+        )
+        parts = [part.choices[0] for part in (answer if stream else [answer])]
+        content = "".join((part.delta if stream else part.message).content or "" for part in parts)
+        entries = [one for part in parts if part.logprobs for one in part.logprobs.content or []]
+        raw = b"".join(bytes(entry.bytes or ()) for entry in entries)
+        assert len(entries) == max_tokens
+        assert "🦊🦊🦊🦊🦊🦊🦊🦊".encode().startswith(raw)
+        assert content == raw.decode(errors="ignore")
+
+
+def test_the_bytes_of_an_answer_that_ends_are_its_text(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=60,
+        logprobs=True,
+    ).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    raw = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content or [])
+    assert raw.decode() == choice.message.content
+
+
+def test_requests_and_disconnects_leave_no_line_in_the_log(server: Any) -> None:
+    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 200, "stream": True}
+    before = server.log.read_text()
+    with server.client() as client:
+        client.completions.create(model=MODEL, prompt="The sea", max_tokens=4)
+    for read in (0, 1, 1):
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
+            for _ in zip(range(read), response.iter_lines(), strict=False):
+                pass
+    half = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0)) as connection:
+        connection.sendall(half + b'Content-Length: 100\r\n\r\n{"mess')
+    server.wait_until(lambda: server.pages_held() == 0, timeout_s=20)
+    time.sleep(2)
+    added = server.log.read_text()[len(before) :]
+    assert "Traceback" not in added
+    assert " 200 " not in added
 
 
 def test_the_same_seed_draws_the_same_answer(client: openai.OpenAI) -> None:

@@ -145,6 +145,8 @@ class Sampling:
     """Texts that end the answer; they are not part of it."""
     include_stop: bool = False
     """Keep the stop text in the answer."""
+    tool_calls: bool = False
+    """The answer may contain tool calls, in which stop texts are not matched."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the answer, beside the model's own."""
     logprobs: int = -1

@@ -109,8 +109,13 @@ def test_the_command_shows_as_many_looks_as_wanted(serve: Serve, run: Run) -> No
     code, out, _ = run("top", "--url", server.url, "--looks", "2", "--interval", "0.2", "--json")
     assert code == 0
     assert [json.loads(line)["answers"] for line in out.splitlines()] == [3, 4]
-    code, out, _ = run("top", "--url", server.url, "--looks", "1")
+
+
+def test_every_sample_is_printed_into_a_pipe(serve: Serve, run: Run) -> None:
+    url = serve([3, 4]).url
+    code, out, _ = run("top", "--url", url, "--looks", "2", "--interval", "0.2")
     assert code == 0
+    assert "3 answers in progress" in out
     assert "4 answers in progress" in out
 
 

@@ -15,6 +15,7 @@ IMPORT_PATH = "triptych.deployments.app:build_app"
 
 DEFAULT: dict[str, object] = {
     "proxy_location": "HeadOnly",
+    "logging_config": {"enable_access_log": False},
     "http_options": {"host": "127.0.0.1", "port": 8000},
     "applications": [{"name": "triptych", "route_prefix": "/", "import_path": IMPORT_PATH}],
 }

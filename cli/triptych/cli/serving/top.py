@@ -9,6 +9,7 @@ from typing import Annotated
 
 import httpx
 import typer
+from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -30,7 +31,8 @@ def top(
 ) -> None:
     """Show stages, queues, pages and tokens per second of a running server.
 
-    With --json, print one line of JSON per sample.
+    Into a pipe or a file, print one sample after another. With --json, print one line of JSON per
+    sample.
     """
     samples = watch(url, interval, looks)
     try:
@@ -38,12 +40,20 @@ def top(
             for figures in samples:
                 typer.echo(json.dumps(asdict(figures) if figures else None))
             return
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-            for figures in samples:
-                lost = Text(f"{url} does not answer", style="red")
-                live.update(render(figures, url) if figures else lost, refresh=True)
+        views = (_view(figures, url) for figures in samples)
+        if not console.is_terminal:  # where Live prints only its last view
+            for view in views:
+                console.print(view)
+            return
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            for view in views:
+                live.update(view, refresh=True)
     except KeyboardInterrupt:  # the usual way to end the command
         pass
+
+
+def _view(figures: TopFigures | None, url: str) -> RenderableType:
+    return render(figures, url) if figures else Text(f"{url} does not answer", style="red")
 
 
 def watch(url: str, interval_s: float, looks: int = 0) -> Iterator[TopFigures | None]:

@@ -90,6 +90,7 @@ class Service:
         async with _answering(context):
             self._client(context)
             parse(pb.ListModelsRequest, body)
+            await self._serving.check_ready()
             model = fill_message(pb.Model(), self._serving.card())
             return pb.ListModelsResponse(data=[model]).SerializeToString()
 

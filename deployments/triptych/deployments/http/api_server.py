@@ -170,7 +170,12 @@ class RouteHandlers:
         timeout_s = self._config.request_timeout_s
         if job.stream:
             events = frames(items, job, answer)
-            return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
+            return EventStream(
+                events,
+                timeout_s=timeout_s,
+                keep_alive_s=self._keep_alive_s,
+                headers=answer.first_headers(),
+            )
         await unless_disconnected(request.receive, collect(items, timeout_s))
         decision = await self._decision(job.id) if self._config.decision_header else None
         return await _whole(answer, {} if decision is None else {"x-triptych-decision": decision})
@@ -184,12 +189,15 @@ class RouteHandlers:
             return ""
 
     async def models(self, request: Request) -> Response:
+        """The model, once it is served: clients take this route for a readiness probe."""
         self._client(request)
+        await self._serving.check_ready()
         return JsonResponse({"object": "list", "data": [self._serving.card()]})
 
     async def one_model(self, request: Request, name: str) -> Response:
         self._client(request)
         self._request_builder.check_model(name)
+        await self._serving.check_ready()
         return JsonResponse(self._serving.card())
 
     async def model_ready(self, request: Request, name: str) -> Response:

@@ -77,7 +77,9 @@ def report(error: Exception, request_id: str) -> ApiError:
     if described.status == 500:
         logger.error("request %s failed", request_id, exc_info=error, extra=extra)
     else:
-        facts = (described.status, described.code, described.param)
+        # A client chooses the names of fields, and a log entry must stay one line.
+        param = (described.param or "").encode("unicode_escape").decode() or None
+        facts = (described.status, described.code, param)
         logger.info("request %s: %d %s %s", request_id, *facts, extra=extra)
     return described
 

@@ -1,5 +1,6 @@
 """ASGI middleware: request ids, a handler for uncaught errors, and bounds on request sizes."""
 
+import logging
 import re
 import uuid
 
@@ -8,6 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.core.errors import BodyTooLarge, HeadersTooLarge, RequestError
 from triptych.deployments.http.errors import describe, report
+
+logger = logging.getLogger(__name__)
 
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 32 << 10
@@ -52,12 +55,29 @@ class RequestIdMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_named)
+            await self._app(scope, _until_disconnected(receive, name), send_named)
         except Exception as error:
             response = report(error, name).response()
             if started:
                 raise
             await response(scope, receive, send_named)
+
+
+def _until_disconnected(receive: Receive, name: str) -> Receive:
+    """``receive`` that turns a failed transport into a disconnect.
+
+    When a client leaves while Ray Serve's proxy forwards its request, Serve raises an error of Ray
+    from here, such as TaskCancelledError.
+    """
+
+    async def receive_message() -> Message:
+        try:
+            return await receive()
+        except Exception as error:  # noqa: BLE001 - any error of the transport ends the request
+            logger.debug("request %s: no more of it arrives: %r", name, error)
+            return {"type": "http.disconnect"}
+
+    return receive_message
 
 
 class LimitsMiddleware:

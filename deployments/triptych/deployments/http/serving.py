@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from triptych.core.config import IngressConfig
+from triptych.core.errors import Overloaded
 from triptych.core.messages import Tokens
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
@@ -17,6 +18,7 @@ from triptych.deployments.http.openai.protocol import (
     CompletionBody,
     check_known,
     validate,
+    warnings_of,
 )
 from triptych.deployments.http.openai.request_builder import Job, RequestBuilder
 from triptych.deployments.http.openai.responses import (
@@ -68,7 +70,10 @@ class OpenAIServing:
         """
         body = self._checked(ChatBody, given)
         job = await self.request_builder.chat(body, client.tenant, client.weight)
-        return ChatResponseBuilder(_traced(self._isolated(job, client), traceparent), self.codec)
+        job = _traced(self._isolated(job, client), traceparent)
+        answer = ChatResponseBuilder(job, self.codec)
+        answer.warning = warnings_of(ChatBody, given)
+        return answer
 
     async def completion(
         self, given: Mapping[str, object], client: Client, traceparent: str = ""
@@ -80,7 +85,9 @@ class OpenAIServing:
         body = self._checked(CompletionBody, given)
         job = await self.request_builder.completion(body, client.tenant, client.weight)
         job = _traced(self._isolated(job, client), traceparent)
-        return CompletionResponseBuilder(job, self.codec)
+        answer = CompletionResponseBuilder(job, self.codec)
+        answer.warning = warnings_of(CompletionBody, given)
+        return answer
 
     def _isolated(self, job: Job, client: Client) -> Job:
         """Keep the cached prefixes of credentials apart that no key file knows."""
@@ -112,6 +119,12 @@ class OpenAIServing:
                 return await self.engine.health()
         except TimeoutError:
             return Health(ok=False, reason="the engine does not answer")
+
+    async def check_ready(self) -> None:
+        """Raises: Overloaded if a request sent now would not be served"""
+        state = await self.health()
+        if not state.ok:
+            raise Overloaded(state.reason)
 
     def card(self) -> dict[str, object]:
         """The model in the form of OpenAI's model list."""

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -134,11 +135,12 @@ class EventStream(Response):
         *,
         timeout_s: float,
         keep_alive_s: float = KEEP_ALIVE_S,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         # Not Response.__init__, which would declare a length of zero.
         self.status_code = 200
         self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         self._events = events
         self._timeout_s = timeout_s
         self._keep_alive_s = keep_alive_s

@@ -4,13 +4,13 @@ import asyncio
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol, TypeVar, cast
 
 from jinja2 import TemplateError
 
 from triptych.core.errors import PromptTooLong, RequestError, Unsupported
+from triptych.workers.sampling.token_bytes import piece_bytes
 
 INLINE_CHARS = 2048
 """Texts up to this length are tokenized on the event loop, as a thread would cost more."""
@@ -62,7 +62,8 @@ class TextCodec:
     def __init__(self, tokenizer: Tokenizer, context_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._context_tokens = context_tokens
-        names = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        self._special_ids, names = frozenset(special), set(special.values())
         # A name of one character cannot be cut in two.
         ordered = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
@@ -178,24 +179,11 @@ class TextCodec:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token's text; they may be part of a character."""
-        return self._bytes_of(self.pieces([token])[0])
+        return piece_bytes(self.pieces([token])[0], byte_level=self._byte_level)
 
-    def _bytes_of(self, piece: str) -> bytes:
-        if self._byte_level:
-            try:
-                return bytes(self._byte_alphabet[char] for char in piece)
-            except KeyError:  # an added token: its name is its text
-                return piece.encode()
-        single = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
-        return bytes.fromhex(single[1]) if single else piece.replace("▁", " ").encode()
-
-    @cached_property
-    def _byte_alphabet(self) -> dict[str, int]:
-        """GPT-2's map of printable characters to bytes."""
-        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        rest = [byte for byte in range(256) if byte not in plain]
-        stand_ins = {chr(256 + index): byte for index, byte in enumerate(rest)}
-        return {chr(byte): byte for byte in plain} | stand_ins
+    def is_special(self, token: int) -> bool:
+        """Whether ``skip_special_tokens`` leaves the token out of the text."""
+        return token in self._special_ids
 
 
 async def _off_loop(size: int, work: Callable[[], T]) -> T:

@@ -93,6 +93,8 @@ class FakeEngine:
     """Told with the first token of each request."""
     script: str = ""
     """What it says instead of letters, a character a token."""
+    stop_at: int = -1
+    """The token that ends the answer as one of ``stop_token_ids`` does."""
     address: str = "ingress-0"
     calls: list[tuple[Request, ...]] = field(default_factory=list)
     running: int = 0
@@ -150,7 +152,11 @@ class FakeEngine:
             tokens=(token,),
             text="" if stop or step < self.held_back else text,
             logprobs=logprobs,
-            finish="stop" if stop or (self.script and not text) else "length" if last else None,
+            finish="stop"
+            if stop or step == self.stop_at or (self.script and not text)
+            else "length"
+            if last
+            else None,
             stop=stop,
             cached_tokens=0 if step else self.cached_tokens,
             prompt_logprobs=None if step else scores(request),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 
 import httpx
 import pytest
@@ -18,6 +19,10 @@ JSON = {"content-type": "application/json"}
 LARGE_INT = 10**30
 
 
+FOREIGN = re.compile(r"Value error|Input should|String should|List should|Field required|pydantic")
+"""Phrases of pydantic."""
+
+
 def check_refused(
     http: httpx.Client, engine, response: httpx.Response, status: int, param: str | None
 ) -> dict[str, str | None]:
@@ -26,6 +31,7 @@ def check_refused(
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param, error
     assert error["message"]
+    assert not FOREIGN.search(error["message"]), error
     assert len(response.content) < 5000
     assert response.headers["x-request-id"].startswith("req-")
     assert engine.calls == []
@@ -61,7 +67,7 @@ FIELDS = [
     *(
         (field, value, 400, field)
         for field in ("ttft_slo_ms", "tpot_slo_ms", "deadline_ms")
-        for value in (0, -1, 86_400_001, "fast", True, LARGE_INT)
+        for value in (0, 5e-324, -1, 86_400_001, "fast", True, LARGE_INT)
     ),
     ("priority", 101, 400, "priority"),
     ("priority", -101, 400, "priority"),
@@ -75,7 +81,9 @@ FIELDS = [
     ("min_p", 2, 400, "min_p"),
     ("presence_penalty", 2.5, 400, "presence_penalty"),
     ("frequency_penalty", -2.5, 400, "frequency_penalty"),
-    ("repetition_penalty", 0, 400, "repetition_penalty"),
+    *(("repetition_penalty", value, 400, "repetition_penalty") for value in (0, 1e-300, 5e-324)),
+    ("repetition_penalty", 0.0099, 400, "repetition_penalty"),
+    ("repetition_penalty", 10.1, 400, "repetition_penalty"),
     ("n", 0, 400, "n"),
     ("n", 5, 400, "n"),
     ("n", 10**6, 400, "n"),
@@ -286,14 +294,106 @@ def test_limits_that_contradict_each_other_are_refused(http, engine):
     assert "deadline_ms=400" in error["message"]
 
 
+SURROGATE_TOOL = (
+    '{"messages":[{"role":"user","content":"x"}],'
+    '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}]}'
+)
+SURROGATES = ['{"\\ud800":1}', '{"description":"\\udfff"}', '{"enum":[["a\\ud83d"]]}']
+
+
 def test_a_lone_surrogate_is_refused_by_name(http, engine):
     for path, body, param in [
         (CHAT, '{"messages":[{"role":"user","content":"\\ud800"}]}', "messages.0.content"),
         (COMPLETIONS, '{"prompt":"\\udfff"}', "prompt"),
         (COMPLETIONS, '{"prompt":"x","stop":["\\ud800"]}', "stop.0"),
         (COMPLETIONS, '{"prompt":"x","model":"\\ud800"}', "model"),
+        *((CHAT, SURROGATE_TOOL % text, "tools.0.function.parameters") for text in SURROGATES),
+        (COMPLETIONS, '{"prompt":"x","guided_json":{"\\ud800":1}}', "guided_json"),
+        (COMPLETIONS, '{"prompt":"x","guided_json":"{\\"\\\\ud800\\":1}"}', "guided_json"),
+        (
+            COMPLETIONS,
+            '{"prompt":"x","response_format":{"type":"json_schema","json_schema":{"name":"a",'
+            '"schema":{"enum":["\\udc00"]}}}}',
+            "response_format.json_schema.schema",
+        ),
     ]:
         check_refused(http, engine, http.post(path, content=body, headers=JSON), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"messages": HELLO, "temperature": 3},
+            "temperature: expected a number of at most 2 (got 3)",
+        ),
+        ({"messages": HELLO, "n": "2"}, "n: expected an integer (got '2')"),
+        ({"messages": []}, "messages: expected at least 1 item"),
+        ({"messages": None}, "messages: a value is required, not null"),
+        ({}, "messages: this field is required"),
+        ({"mesages": HELLO}, "messages: this field is required; the request has 'mesages' instead"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages.0.content: a value is required, not null",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages.0.content: this field is required"),
+        (
+            {"messages": [called("{")]},
+            "messages.0.tool_calls.0.function.arguments: expected the text of a JSON object "
+            "(got '{')",
+        ),
+        (
+            {"messages": HELLO, "response_format": {"type": "yaml"}},
+            "response_format.type: expected 'text', 'json_object', 'json_schema', 'regex' or "
+            "'grammar' (got 'yaml')",
+        ),
+        ({"messages": HELLO, "stop": ""}, "stop: expected at least 1 character"),
+        (
+            {"messages": HELLO, "chat_template_kwargs": {"x": 1}},
+            "chat_template_kwargs.x: there is no such field (got 1)",
+        ),
+    ],
+    ids=label,
+)
+def test_messages_are_sentences_about_the_field(http, engine, body, message):
+    response = http.post(CHAT, json=body)
+    param = message.partition(":")[0]
+    assert check_refused(http, engine, response, 400, param)["message"] == message
+
+
+MISSPELT = [
+    ({"max_token": 1}, "'max_token' is ignored: did you mean 'max_tokens'?"),
+    ({"maxTokens": 1}, "'maxTokens' is ignored: did you mean 'max_tokens'?"),
+    ({"temprature": 1}, "'temprature' is ignored: did you mean 'temperature'?"),
+    ({"top-p": 1}, "'top-p' is ignored: did you mean 'top_p'?"),
+    ({"temp\nerature\u00e9": 1}, "'temp\\nerature\\xe9' is ignored: did you mean 'temperature'?"),
+    (
+        {"response_format": {"type": "text", "patern": "a"}},
+        "'response_format.patern' is ignored: did you mean 'pattern'?",
+    ),
+    ({"something_else": 1, "user": "me", "store": True}, None),
+    ({"x" * 10_000: 1, **{f"max_tokens{i}{i}{i}{i}": 1 for i in range(1000, 3000)}}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "warning"), MISSPELT, ids=label)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_misspelt_field_is_named_in_a_header(http, engine, path, stream, fields, warning):
+    body = {"max_tokens": 1, "stream": stream, **fields}
+    body |= {"messages": HELLO} if path == CHAT else {"prompt": "x"}
+    response = http.post(path, json=body)
+    assert response.status_code == 200
+    assert response.headers.get("x-triptych-warning") == warning
+
+
+def test_a_field_name_stays_one_line_in_the_log(http, engine, caplog):
+    with caplog.at_level("INFO", logger="triptych"):
+        body = {"prompt": "x", "logit_bias": {"1\nroot: all is well\u2028": 1}}
+        assert http.post(COMPLETIONS, json=body).status_code == 400
+    (record,) = [one for one in caplog.records if "400" in one.getMessage()]
+    assert "\\nroot: all is well" in record.getMessage()
+    assert len(record.getMessage().splitlines()) == 1
 
 
 BODIES = [

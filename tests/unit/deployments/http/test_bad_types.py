@@ -3,15 +3,23 @@
 The fields are those of the models that check requests, so a new one is tried as well.
 """
 
+from collections.abc import Iterator
+from random import Random
+
 import httpx
 import pytest
+import torch
 
+from triptych.core.messages import Sampling
 from triptych.deployments.http.openai.protocol import (
+    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
+    validate,
 )
+from triptych.workers.sampling.sampler import SamplerRow, sample
 
 HELLO = [{"role": "user", "content": "hello"}]
 ROUTES = {
@@ -63,3 +71,54 @@ def test_whatever_a_field_is_the_server_answers(
         assert len(response.content) < 5000, told
         assert engine.calls == [], told
     assert http.get("/health").status_code == 200
+
+
+def numbers(schema: object, path: str = "") -> Iterator[tuple[str, dict[str, object]]]:
+    """Every number of a JSON schema, with where it stands."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("number", "integer"):
+            yield path, schema
+        for name, part in schema.items():
+            yield from numbers(part, f"{path}/{name}")
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from numbers(part, path)
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody])
+def test_every_number_has_a_floor_and_a_ceiling(kind: type[Body]) -> None:
+    found = dict(numbers(kind.model_json_schema()))
+    # Each plug-in has bounds of its own for its options.
+    found = {path: number for path, number in found.items() if "/plugins/" not in path}
+    for path, number in found.items():
+        assert {"minimum", "exclusiveMinimum"} & set(number), path
+        assert {"maximum", "exclusiveMaximum"} & set(number), path
+
+
+EXTREMES = {
+    "temperature": [0.0, 5e-324, 2.0],
+    "top_p": [5e-324, 1.0],
+    "min_p": [0.0, 5e-324, 1.0],
+    "repetition_penalty": [0.01, 10.0],
+    "presence_penalty": [-2.0, 2.0],
+    "frequency_penalty": [-2.0, 2.0],
+    "top_k": [-1, 0, 1, 2**31 - 1],
+    "logit_bias": [{}, {"5": 100.0, "6": -100.0}],
+}
+
+
+def test_no_extreme_of_sampling_gives_a_logit_that_is_not_finite() -> None:
+    random, logits = Random(1), torch.randn(1, 64) * 100
+    for _ in range(300):
+        wanted = {name: random.choice(values) for name, values in EXTREMES.items()}
+        body = validate(CompletionBody, {"prompt": "x", **wanted})
+        bias = tuple((int(token), value) for token, value in body.logit_bias.items())
+        names = set(EXTREMES) - {"logit_bias", "top_k"}
+        sampling = Sampling(
+            **{name: getattr(body, name) for name in names},
+            logit_bias=bias,
+            top_k=max(body.top_k, 0),
+            seed=random.randrange(2**32),
+        )
+        (drawn,) = sample(logits, [SamplerRow(sampling, [3, 5], (), [5, 5, 7])])
+        assert drawn.checked_token() >= 0

@@ -6,6 +6,9 @@ import httpx
 import pytest
 from starlette.types import Message
 
+from tests.unit.deployments.http.conftest import make_engine, make_serving
+from triptych.core.config import IngressConfig
+from triptych.deployments.http import create_app
 from triptych.deployments.http.limits import MAX_HEADERS, LimitsMiddleware, RequestIdMiddleware
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -121,3 +124,29 @@ async def test_the_last_resort_logs_and_answers_500(caplog):
     assert b"internal_error" in sent[1]["body"]
     assert b"secret" not in sent[1]["body"]
     assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize("arrived", [0, 1])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_transport_that_fails_is_a_disconnect(caplog, tokenizer, path, arrived):
+    """Ray Serve raises TaskCancelledError when a client leaves while its body is forwarded."""
+    app = create_app(make_serving(make_engine(tokenizer), tokenizer, IngressConfig()))
+    body = b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}], "stream": true}'
+    parts = [{"type": "http.request", "body": body[:9], "more_body": True}] * arrived
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if not parts:
+            raise RuntimeError("TaskCancelledError")
+        return parts.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "headers": headers, "query_string": b"", "path": path}
+    with caplog.at_level("INFO"):
+        await app({**scope, "method": "POST", "root_path": ""}, receive, send)
+    assert sent[0]["status"] == 499
+    assert all(record.levelname == "INFO" for record in caplog.records)
+    assert "Traceback" not in caplog.text

@@ -46,6 +46,17 @@ def test_a_model_is_ready_when_each_stage_has_a_worker(http, engine):
     assert http.get("/v1/models/tiny/ready").status_code == 503
 
 
+def test_models_are_listed_when_they_are_served(http, engine):
+    for path in ("/v1/models", "/v1/models/tiny"):
+        engine.health_state = Health(ok=True)
+        assert http.get(path).status_code == 200
+        engine.health_state = Health(ok=False, reason="no decode worker")
+        response = http.get(path)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["error"]["message"] == "no decode worker"
+    assert http.get("/v1/models/other").status_code == 404
+
+
 def test_headers_say_what_compression_did(http, engine):
     engine.cached_tokens = 3
     asked = {"messages": HELLO, "max_tokens": 4, "n": 2}

@@ -1,6 +1,7 @@
 """The shapes that need odd tokens: characters in several tokens, infinite log probabilities."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,29 @@ def test_a_character_of_several_tokens_is_named_by_its_bytes(job, tokenizer):
     logprobs = plain.whole()["choices"][0]["logprobs"]
     assert logprobs["tokens"][1] == "bytes:\\xf0"
     assert logprobs["text_offset"] == [0, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", "q"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_bytes_of_all_entries_are_the_text(job, tokenizer, end: str, streamed: bool):
+    """The token that ends the answer is no text, nor are special tokens inside it."""
+    middle, last = spell(tokenizer, "a<|im_start|>🎉"), spell(tokenizer, end)
+    text = replace(middle, text="a🎉", finish=None)
+    ended = replace(last, text="", stop=last.tokens[-1], index=len(text.tokens))
+    chat = ChatResponseBuilder(job, TextCodec(tokenizer, 64))
+    (choice,), content, answer = chat.choices, [], ""
+    for item in (text, ended):
+        choice.add(item)
+        for chunk in chat.chunks(choice, item) if streamed else ():
+            part = chunk["choices"][0]
+            content += (part["logprobs"] or {"content": []})["content"]
+            answer += part["delta"].get("content", "")
+    if not streamed:
+        whole = chat.whole()["choices"][0]
+        content, answer = whole["logprobs"]["content"], whole["message"]["content"]
+    assert answer == b"".join(bytes(entry["bytes"]) for entry in content).decode() == "a🎉"
+    assert len(content) == len(text.tokens) + 1
+    assert content[-1]["token"] == end
 
 
 @pytest.mark.parametrize("logprob", [-math.inf, math.nan, math.inf, -1e9])

@@ -158,36 +158,150 @@ def test_calls_and_their_results_are_written_as_the_model_knows_them() -> None:
     assert results["content"].count("<tool_response>") == 2
 
 
+def history(call: dict[str, object], *results: dict[str, object]) -> list[dict[str, object]]:
+    return [*QUESTION, {"role": "assistant", **call}, *results]
+
+
+def called(**function: object) -> dict[str, object]:
+    function = {"name": "time", **function}
+    return {"content": None, "tool_calls": [{"id": "c0", "type": "function", "function": function}]}
+
+
+ANSWER = {"role": "tool", "tool_call_id": "c0", "content": "wet"}
+NO_ARGUMENTS = [{"arguments": ""}, {"arguments": "null"}, {"arguments": " \n"}, {}]
+
+
+@pytest.mark.parametrize("arguments", [*NO_ARGUMENTS, {"arguments": None}, {"arguments": {}}])
+def test_a_call_without_arguments_has_an_empty_object(client, engine, arguments) -> None:
+    ask(client, messages=history(called(**arguments), ANSWER), max_tokens=1)
+    turns = turns_of(body(messages=history(called(**arguments), ANSWER)).messages, ())
+    assert turns[1]["content"] == '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+def test_arguments_may_be_an_object() -> None:
+    sent = history(called(arguments={"zone": ["Köln", 1]}), ANSWER)
+    turns = turns_of(body(messages=sent).messages, ())
+    assert '"arguments": {"zone": ["Köln", 1]}}' in turns[1]["content"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "{", "[1]", "1", '"{}"', "nul", [1], 1, True])
+def test_arguments_that_are_no_object_are_refused_by_name(client, engine, arguments) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, messages=history(called(arguments=arguments), ANSWER))
+    assert caught.value.param == "messages.1.tool_calls.0.function.arguments"
+
+
+EMPTY = [{"content": None}, {}, {"content": None, "tool_calls": []}, {"content": ""}]
+LEGACY = {"content": None, "function_call": {"name": "time", "arguments": ""}}
+
+
+@pytest.mark.parametrize("message", EMPTY)
+def test_an_assistant_without_content_is_empty(client, engine, message) -> None:
+    sent = [*history(message), {"role": "user", "content": "Well?"}]
+    ask(client, messages=sent, max_tokens=1)
+    assert turns_of(body(messages=sent).messages, ())[1]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        (called(), {**ANSWER, "content": None}),
+        (called(), {"role": "tool", "tool_call_id": "c0"}),
+        (called(), {"role": "tool", "content": "wet"}),
+        (called(), {**ANSWER, "tool_call_id": ""}),
+        ({"tool_calls": [{"id": "", "function": {"name": "time"}}]}, ANSWER),
+        ({"tool_calls": [{"function": {"name": "time"}}]}, {"role": "tool", "content": ""}),
+        (LEGACY, {"role": "function", "name": "time", "content": "wet"}),
+        (LEGACY, {"role": "function", "name": "time", "content": None}),
+    ],
+)
+def test_results_of_any_client_belong_to_the_call_before(client, engine, call, result) -> None:
+    sent = history(call, result)
+    ask(client, messages=sent, max_tokens=1)
+    _, calls, results = turns_of(body(messages=sent).messages, ())
+    assert '{"name": "time", "arguments": {}}' in calls["content"]
+    text = result.get("content") or ""
+    assert results["content"] == f"<tool_response>\n{text}\n</tool_response>"
+
+
+@pytest.mark.parametrize("result", [ANSWER, {**ANSWER, "tool_call_id": ""}])
+def test_a_result_without_a_call_is_refused(client, engine, result) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, messages=[*QUESTION, result])
+    assert caught.value.param == "messages.1.tool_call_id"
+
+
 # ---------------------------------------------------------------- what the answer says
 
 
+NAMES = frozenset({"weather", "time"})
+TAGGED = (
+    '<tool_call>\n{"name": "time", "arguments": {"a": "\\\\\\"</tool_call>{<tool_call>", "b": 2}}\n'
+    "</tool_call>"
+)
+PARTS = ["It <is> ", CALL, TIME_CALL, TAGGED, NO_CALL, "<", "\n", "<tool_", "</tool_call>"]
+
+
+def parse(pieces: list[str], finish: str = "stop") -> tuple[str, list[tuple[str, str]], bool]:
+    """The text, the calls and whether the output ends inside a call."""
+    parser, parsed = ToolParser(NAMES), list[str | ParsedCall]()
+    for index, piece in enumerate(pieces, 1):
+        parsed += parser.read(piece, finish=finish if index == len(pieces) else None)
+    calls = [(one.name, one.arguments) for one in parsed if isinstance(one, ParsedCall)]
+    assert parser.calls == len(calls)
+    return "".join(one for one in parsed if isinstance(one, str)), calls, parser.is_cut
+
+
+def split(text: str, seed: int) -> list[str]:
+    cut, pieces = Random(seed), list[str]()
+    while text:
+        size = cut.choice([1, 1, 2, 3, 30])
+        pieces.append(text[:size])
+        text = text[size:]
+    return [*pieces, ""]
+
+
 @given(
-    st.lists(
-        st.sampled_from(["It <is> ", CALL, TIME_CALL, "<tool_call>no json</tool_call>", "<", "\n"])
-    ),
+    st.lists(st.sampled_from(PARTS)),
+    st.integers(min_value=0),
+    st.sampled_from(["stop", "length"]),
     st.integers(),
 )
-def test_however_an_answer_is_cut_it_says_the_same(parts: list[str], seed: int) -> None:
-    text, cut = "".join(parts), Random(seed)
-    names = frozenset({"weather", "time"})
-    whole = list(ToolParser(names).read(text, is_last=True))
-    reader, pieces = ToolParser(names), list[str | ParsedCall]()
-    rest = text
-    while rest:
-        size = cut.randint(1, 30)
-        pieces += reader.read(rest[:size], is_last=size >= len(rest))
-        rest = rest[size:]
-    assert output_tokens(pieces) == output_tokens(whole)
-    assert sum(isinstance(one, ParsedCall) for one in whole) == parts.count(CALL) + parts.count(
-        TIME_CALL
+def test_any_split_and_any_ending_give_the_same_text_and_calls(
+    parts: list[str], end: int, finish: str, seed: int
+) -> None:
+    text = "".join(parts)
+    text = text[: end % (len(text) + 1)]
+    text_alone, calls, is_cut = parse([text], finish)
+    assert parse(split(text, seed), finish) == (text_alone, calls, is_cut)
+    assert "<tool_call>" not in text_alone
+    whole = [call for call in (CALL, TIME_CALL, TAGGED) for _ in range(text.count(call))]
+    assert len(calls) == len(whole)
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+
+
+@pytest.mark.parametrize("end", range(1, len(CALL)))
+@pytest.mark.parametrize("before", ["", "I look.", f"{TIME_CALL}\n", f"I look. {TIME_CALL} "])
+def test_a_cut_call_leaves_no_markup(before: str, end: int) -> None:
+    text, calls, is_cut = parse([before + CALL[:end]], "length")
+    assert text in ("", "I look.")
+    assert len(calls) == before.count(TIME_CALL)
+    assert is_cut
+
+
+def test_a_closing_tag_in_a_string_does_not_end_the_call() -> None:
+    text, calls, is_cut = parse([f"a {TAGGED} b"])
+    assert (text, is_cut) == ("a  b", False)
+    assert json.loads(calls[0][1]) == {"a": '\\"</tool_call>{<tool_call>', "b": 2}
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, '"\\ud800"', "1e400"])
+def test_arguments_keep_the_text_of_the_model(value: str) -> None:
+    arguments = f'{{"a": {value}}}'
+    _, calls, _ = parse(
+        [f'<tool_call>\n{{"name": "time", "arguments": {arguments}}}\n</tool_call>']
     )
-
-
-def output_tokens(pieces: list[str | ParsedCall]) -> tuple[str, list[tuple[str, str]]]:
-    texts = [one for one in pieces if isinstance(one, str)]
-    return "".join(texts), [
-        (one.name, one.arguments) for one in pieces if isinstance(one, ParsedCall)
-    ]
+    assert calls == [("time", arguments)]
 
 
 @pytest.fixture
@@ -198,7 +312,7 @@ def client(server, engine):
 
 def ask(client, **more: object):
     wanted = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER, TIME], "max_tokens": 300}
-    return client.chat.completions.create(**wanted, **more)
+    return client.chat.completions.create(**wanted | more)
 
 
 def test_the_client_gets_calls(client, engine) -> None:
@@ -223,6 +337,34 @@ def test_a_stream_says_the_same(client, engine) -> None:
     assert [(call.index, call.function.name) for call in calls] == [(0, "weather"), (1, "time")]
     assert "".join(delta.content or "" for delta in deltas).strip() == "I look."
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+ENDINGS = [10, 30, len(CALL) - 1, len(CALL) + 1, len(CALL) + 12, 2 * len(CALL) - 1]
+
+
+@pytest.mark.parametrize("max_tokens", ENDINGS)
+def test_an_answer_that_length_cuts_inside_a_call_has_finish_length(
+    client, engine, max_tokens: int
+) -> None:
+    engine.script = f"{CALL}\n{CALL}"
+    choice = ask(client, max_tokens=max_tokens, tool_choice="required").choices[0]
+    chunks = list(ask(client, max_tokens=max_tokens, tool_choice="required", stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [call.function.arguments for call in choice.message.tool_calls or []]
+    assert calls == ['{"city": "Ulm"}'] * (max_tokens // len(CALL))
+    assert [c.function.arguments for d in deltas for c in d.tool_calls or []] == calls
+    assert not choice.message.content
+    assert "".join(delta.content or "" for delta in deltas) == ""
+    assert choice.finish_reason == chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_call_that_a_stop_token_cuts_has_finish_length(client, engine) -> None:
+    """Stop strings are not matched in a call; a stop token ends it wherever it comes."""
+    engine.script, engine.stop_at = CALL, 20
+    choice = ask(client).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert choice.message.content == ""
+    assert engine.calls[0][0].sampling.tool_calls
 
 
 def test_without_tools_such_a_text_is_text(client, engine) -> None:

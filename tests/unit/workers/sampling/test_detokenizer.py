@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from triptych.core.messages import Sampling
 from triptych.workers.models.tokenizer import from_json, to_json
 from triptych.workers.sampling.detokenizer import IncrementalDetokenizer
+from triptych.workers.sampling.token_bytes import incomplete_character, piece_bytes
 
 WORDS = ("the", "cat", " the", " cat", " sat", "ing", ".", "é", "猫", "😀", "  ", "\n")
 
@@ -89,7 +90,18 @@ def test_any_bytes_stream_to_what_they_decode_to(tokens: list[int], skip: bool) 
     stream = IncrementalDetokenizer(
         from_json(to_json(tokenizer)), Sampling(skip_special_tokens=skip)
     )
-    assert streamed(stream, tokens) == (whole(tokenizer, tokens, skip), None)
+    text = whole(tokenizer, tokens, skip)
+    assert streamed(stream, tokens) == (
+        text[: len(text) - ends_in_half(tokenizer, tokens, skip)],
+        None,
+    )
+
+
+def ends_in_half(tokenizer: PreTrainedTokenizerFast, tokens: list[int], skip: bool) -> bool:
+    """Whether more bytes could complete a character at the end."""
+    kept = [token for token in tokens if not skip or token not in tokenizer.all_special_ids]
+    names = tokenizer.convert_ids_to_tokens(kept)
+    return incomplete_character(piece_bytes(name or "", byte_level=True) for name in names) > 0
 
 
 TEXTS = st.text(st.sampled_from("the cat.é猫😀\n"), max_size=60)
@@ -148,6 +160,37 @@ def test_text_that_may_become_a_stop_is_held_back(tokenizer: PreTrainedTokenizer
     assert stream.finish() == "cat"
 
 
+CALL = '<tool_call>\n{"a": "</tool_call>o"}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stop", ["\n", "o", "{", "<", "<tool_call>", "}\n<", ">"])
+@pytest.mark.parametrize("splits", [[True], [False]])
+def test_stops_are_not_matched_inside_a_tool_call(
+    tokenizer: PreTrainedTokenizerFast, stop: str, splits: list[bool]
+) -> None:
+    backend = from_json(to_json(tokenizer))
+    tokens = encode(tokenizer, f"cat {CALL}", splits)
+    stream = IncrementalDetokenizer(backend, Sampling(stop=(stop,), tool_calls=True))
+    assert streamed(stream, tokens) == (f"cat {CALL}", None)
+    tokens += encode(tokenizer, f"cat{stop}cat", splits)
+    stream = IncrementalDetokenizer(backend, Sampling(stop=(stop,), tool_calls=True))
+    expected = f"cat {CALL}cat"
+    if stop == "<tool_call>":  # opens a call
+        assert streamed(stream, tokens) == (f"{expected}{stop}cat", None)
+    else:
+        assert streamed(stream, tokens) == (expected, stop)
+
+
+def test_a_stop_is_not_matched_across_the_border_of_a_call(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    stream = IncrementalDetokenizer(
+        from_json(to_json(tokenizer)), Sampling(stop=("cat<", ">cat"), tool_calls=True)
+    )
+    text = f"cat{CALL}cat"
+    assert streamed(stream, encode(tokenizer, text, [True])) == (text, None)
+
+
 def test_a_space_in_front_of_the_answer_depends_on_what_it_continues() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     the = tokenizer.get_vocab()["▁the"]
@@ -156,14 +199,22 @@ def test_a_space_in_front_of_the_answer_depends_on_what_it_continues() -> None:
     assert continued.push(the).text == " the"
 
 
-def test_an_unfinished_character_becomes_a_replacement_character_at_the_end(
-    tokenizer: PreTrainedTokenizerFast,
+@pytest.mark.parametrize("before", ["", "a", "猫", "é"])
+@pytest.mark.parametrize("half", ["é", "猫", "😀"])
+@pytest.mark.parametrize("splits", [[True], [False]])
+def test_an_incomplete_character_at_the_end_is_dropped(
+    tokenizer: PreTrainedTokenizerFast, before: str, half: str, splits: list[bool]
 ) -> None:
+    for missing in range(1, len(half.encode())):
+        stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling())
+        tokens = encode(tokenizer, before, splits) + encode(tokenizer, half, [True])[:-missing]
+        assert streamed(stream, tokens) == (before, None)
+
+
+def test_a_replacement_character_of_the_model_is_text(tokenizer: PreTrainedTokenizerFast) -> None:
     stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling())
-    tokens = encode(tokenizer, "猫", [False]) + encode(tokenizer, "😀", [True])[:-1]
-    text, _ = streamed(stream, tokens)
-    assert text == whole(tokenizer, tokens)
-    assert text.rstrip("\N{REPLACEMENT CHARACTER}") == "猫"
+    tokens = encode(tokenizer, "a\N{REPLACEMENT CHARACTER}", [True])
+    assert streamed(stream, tokens) == ("a\N{REPLACEMENT CHARACTER}", None)
 
 
 def test_a_token_costs_the_same_however_long_the_answer_is(

@@ -5,9 +5,13 @@ from dataclasses import dataclass
 
 from triptych.core.messages import Sampling
 from triptych.workers.models.tokenizer import FastTokenizer
+from triptych.workers.sampling.token_bytes import incomplete_character, piece_bytes
+from triptych.workers.sampling.tool_calls import ToolCallScanner, overlap
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _WINDOW_TOKENS = 16
+_CHARACTER_BYTES = 4
+"""Most bytes of a character in UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +25,9 @@ class TextDelta:
 class IncrementalDetokenizer:
     """Detokenizes one output incrementally.
 
-    All deltas and ``finish`` together are the decoded output, cut at the first stop string that
-    is completed. Decoding covers a window of recent tokens, so the cost of a token does not
-    depend on the length of the output.
+    All deltas and ``finish`` together are the decoded output without an incomplete character at
+    its end, cut at the first stop string that is completed. Decoding covers a window of recent
+    tokens, so the cost of a token does not depend on the length of the output.
 
     One exception: tokenizers with byte tokens (``<0x41>``) replace every byte of a run that
     is not UTF-8 as a whole. Characters of such a run that were already sent do not change.
@@ -38,7 +42,9 @@ class IncrementalDetokenizer:
         """``prompt_tail``: last tokens of the prompt. SentencePiece tokenizers drop a space in
         front of the very first token, so decoding must not start with the output."""
         self._decoder = _DecodeWindow(tokenizer, skip_special=sampling.skip_special_tokens)
-        self._stops = _StopStrings(sampling.stop, keep=sampling.include_stop)
+        stops = _StopStrings(sampling.stop, keep=sampling.include_stop)
+        has_both = sampling.tool_calls and sampling.stop
+        self._stops = _StopStringsOutsideCalls(stops) if has_both else stops
         for token in prompt_tail:
             self._decoder.push(token)
 
@@ -62,6 +68,8 @@ class _DecodeWindow:
 
     def __init__(self, tokenizer: FastTokenizer, *, skip_special: bool) -> None:
         self._decode = tokenizer.backend.decode
+        self._name = tokenizer.backend.id_to_token
+        self._byte_level = tokenizer.backend.token_to_id("Ġ") is not None
         self._skip = frozenset(tokenizer.all_special_ids if skip_special else ())
         self._tokens = list[int]()
         self._border = 0
@@ -83,10 +91,21 @@ class _DecodeWindow:
         return new
 
     def flush(self) -> str:
-        """The remaining text; an incomplete character becomes a replacement character."""
+        """The remaining text, without an incomplete character at its end."""
         text = self._text(self._tokens)
-        new, self._given = text[self._given :], len(text)
+        if text.endswith(_REPLACEMENT) and (cut_bytes := self._incomplete_bytes()):
+            # A byte-level decoder shows one replacement character for all of them. With byte
+            # tokens, each of them is a token.
+            text = text[:-1] if self._byte_level else self._text(self._tokens[:-cut_bytes])
+        new, self._given = text[self._given :], max(self._given, len(text))
         return new
+
+    def _incomplete_bytes(self) -> int:
+        """Bytes at the end that begin a character and do not complete it."""
+        names = (self._name(token) or "" for token in self._tokens[-_CHARACTER_BYTES:])
+        return incomplete_character(
+            piece_bytes(name, byte_level=self._byte_level) for name in names
+        )
 
     def _settled(self, text: str) -> int:
         """Characters that no later token can change."""
@@ -131,7 +150,7 @@ class _StopStrings:
             end, stop = found
             self._held_back, self._ended = "", True
             return TextDelta(text[: end if self._keep else end - len(stop)], stop)
-        hold = max(_overlap(text, stop) for stop in self._stops)
+        hold = max(overlap(text, stop) for stop in self._stops)
         self._held_back = text[len(text) - hold :]
         return TextDelta(text[: len(text) - hold])
 
@@ -151,9 +170,30 @@ class _StopStrings:
         return end, stop
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
+class _StopStringsOutsideCalls:
+    """The same for output with tool calls, in which stop strings are not matched.
+
+    Agents send stop strings such as a line break, which every call contains.
+    """
+
+    def __init__(self, stops: _StopStrings) -> None:
+        self._stops = stops
+        self._calls = ToolCallScanner()
+
+    def push(self, new: str) -> TextDelta:
+        text = ""
+        for segment in self._calls.push(new):
+            if segment.in_call:
+                text += self._stops.flush() + segment.text
+                continue
+            delta = self._stops.push(segment.text)
+            text += delta.text
+            if delta.stop is not None:
+                return TextDelta(text, delta.stop)
+        return TextDelta(text)
+
+    def flush(self) -> str:
+        rest = self._calls.flush()
+        if rest is None or rest.in_call:
+            return self._stops.flush() + (rest.text if rest else "")
+        return self._stops.push(rest.text).text + self._stops.flush()

@@ -1,7 +1,6 @@
 """Request bodies of OpenAI's API: the supported fields, their types and bounds."""
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeVar, cast
 
@@ -18,6 +17,12 @@ from pydantic import (
 )
 
 from triptych.core.errors import RequestError
+from triptych.deployments.http.openai.validation_errors import (
+    describe,
+    dotted,
+    misspelt_fields,
+    nearest_field,
+)
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
@@ -33,7 +38,10 @@ MAX_PROFILE_S = 60.0
 MAX_TOOLS = 128
 MAX_INT = 2**31 - 1
 MAX_PRIORITY = 100
+MIN_SLO_MS = 0.001
 MAX_SLO_MS = 86_400_000
+MIN_PENALTY = 0.01
+"""A logit divided by this stays finite."""
 MAX_PLUGINS = 32
 MAX_OPTIONS = 32
 
@@ -45,7 +53,7 @@ def _well_formed(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"lone surrogate at character {error.start}") from error
+        raise ValueError(f"the text has a lone surrogate at character {error.start}") from error
     return text
 
 
@@ -89,10 +97,10 @@ def _few_plugins(value: object) -> object:
     """Reject a large mapping before each of its entries is validated and reported."""
     given = cast("dict[str, object]", value) if isinstance(value, dict) else {}
     if len(given) > MAX_PLUGINS:
-        raise ValueError(f"Mapping should have at most {MAX_PLUGINS} entries, not {len(given)}")
+        raise ValueError(f"expected at most {MAX_PLUGINS} plug-ins, not {len(given)}")
     for options in given.values():
         if isinstance(options, dict) and len(cast("dict[str, object]", options)) > MAX_OPTIONS:
-            raise ValueError(f"a plug-in should have at most {MAX_OPTIONS} options")
+            raise ValueError(f"expected at most {MAX_OPTIONS} options of a plug-in")
     return cast("object", value)
 
 
@@ -103,7 +111,7 @@ def _switch_kind(value: object) -> str:
 Text = Annotated[str, AfterValidator(_well_formed)]
 StopText = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Milliseconds = Annotated[Finite, Field(gt=0, le=MAX_SLO_MS)]
+Milliseconds = Annotated[Finite, Field(ge=MIN_SLO_MS, le=MAX_SLO_MS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 PluginName = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -145,6 +153,17 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+def _well_formed_json(value: dict[str, object]) -> dict[str, object]:
+    """Refuse lone surrogates, with which neither a prompt nor a grammar can be built."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a text in it has a lone surrogate") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
 def _parsed(schema: object) -> object:
     """Parse a schema that is sent as text, as vLLM allows."""
     try:
@@ -154,7 +173,8 @@ def _parsed(schema: object) -> object:
 
 
 Pattern = Annotated[Text, Field(min_length=1)]
-Schema = Annotated[dict[str, object], BeforeValidator(_parsed)]
+JsonObject = Annotated[dict[str, object], AfterValidator(_well_formed_json)]
+Schema = Annotated[JsonObject, BeforeValidator(_parsed)]
 Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES)]
 
 
@@ -162,7 +182,7 @@ class JsonSchema(Body):
     """A schema with a name, as OpenAI wraps it."""
 
     name: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-    json_schema: dict[str, object] = Field(alias="schema", default_factory=dict[str, object])
+    json_schema: JsonObject = Field(alias="schema", default_factory=dict[str, object])
 
 
 class ResponseFormat(Body):
@@ -200,7 +220,7 @@ class GenerationBody(Body):
     min_p: Finite = Field(0.0, ge=0, le=1)
     presence_penalty: Finite = Field(0.0, ge=-2, le=2)
     frequency_penalty: Finite = Field(0.0, ge=-2, le=2)
-    repetition_penalty: Finite = Field(1.0, gt=0, le=10)
+    repetition_penalty: Finite = Field(1.0, ge=MIN_PENALTY, le=10)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     logit_bias: Annotated[
         dict[str, Annotated[Finite, Field(ge=-100, le=100)]], BeforeValidator(_small)
@@ -249,9 +269,17 @@ class TextPart(Body):
     text: Text
 
 
+def _arguments(value: object) -> object:
+    """Arguments as JSON text. Clients send "" or null for none, and some send the object."""
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    return "{}" if isinstance(value, str) and value.strip() in ("", "null") else value
+
+
 def _is_json_object(text: str) -> str:
     try:
-        is_object = isinstance(json.loads(text), dict)
+        # Python refuses integers of more than 4,300 digits, which are valid JSON.
+        is_object = isinstance(json.loads(text, parse_int=float), dict)
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
@@ -267,7 +295,7 @@ class Function(Body):
 
     name: ToolName
     description: Text = ""
-    parameters: dict[str, object] = Field(default_factory=dict[str, object])
+    parameters: JsonObject = Field(default_factory=dict[str, object])
     strict: bool = False
 
 
@@ -289,13 +317,13 @@ class NamedTool(Body):
 
 class FunctionCall(Body):
     name: ToolName
-    arguments: Annotated[Text, AfterValidator(_is_json_object)]
+    arguments: Annotated[Text, BeforeValidator(_arguments), AfterValidator(_is_json_object)] = "{}"
 
 
 class ToolCall(Body):
     """A tool call of an earlier assistant message."""
 
-    id: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    id: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -303,11 +331,14 @@ class ToolCall(Body):
 class Message(Body):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """``function`` is OpenAI's older form of ``tool``, without an id."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = Field(
         default_factory=list[ToolCall]
     )
-    tool_call_id: str = ""
+    function_call: FunctionCall | None = None
+    """OpenAI's older form of ``tool_calls``."""
+    tool_call_id: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] = ""
     content: Annotated[
         Annotated[Text, Tag("@one")]
         | Annotated[
@@ -320,13 +351,21 @@ class Message(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_need_no_text(cls, data: object) -> object:
+    def _empty_content(cls, data: object) -> object:
+        """Calls and results have no content in many histories."""
         if not isinstance(data, dict):
             return data
         given = cast("dict[str, object]", data)
-        if given.get("role") == "assistant" and given.get("tool_calls"):
-            return {**given, "content": given.get("content") or ""}
-        return given
+        may_be_empty = given.get("role") in ("assistant", "tool", "function")
+        return {**given, "content": ""} if may_be_empty and given.get("content") is None else given
+
+    @property
+    def calls(self) -> list[FunctionCall]:
+        """The calls of an assistant's message, in either form."""
+        if self.role != "assistant":
+            return []
+        older = [self.function_call] if self.function_call and not self.tool_calls else []
+        return [call.function for call in self.tool_calls] + older
 
     @property
     def text(self) -> str:
@@ -457,8 +496,14 @@ def check_known(kind: type[Body], data: Mapping[str, object]) -> None:
     known = {info.alias or name for name, info in kind.model_fields.items()} | IGNORED_FIELDS
     for name in data:
         if name not in known:
-            shown = name[:MAX_REPORTED_CHARS]
-            raise RequestError(f"{shown!r}: there is no such field", shown)
+            shown, near = name[:MAX_REPORTED_CHARS], nearest_field(name, known)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise RequestError(f"{shown!r}: there is no such field{hint}", shown)
+
+
+def warnings_of(kind: type[Body], data: Mapping[str, object]) -> str:
+    """What ``X-Triptych-Warning`` says about unknown fields; empty if none is near a known one."""
+    return "; ".join(misspelt_fields(kind, data, IGNORED_FIELDS))
 
 
 def validate(kind: type[B], data: Mapping[str, object]) -> B:
@@ -470,29 +515,8 @@ def validate(kind: type[B], data: Mapping[str, object]) -> B:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False)
-        lines = [
-            f"{_dotted(fault['loc'])}: {fault['msg'][:MAX_REPORTED_CHARS]}{_given(fault['input'])}"
-            for fault in faults[:MAX_REPORTED_ERRORS]
-        ]
+        faults = error.errors(include_url=False)
+        lines = [describe(fault, data) for fault in faults[:MAX_REPORTED_ERRORS]]
         if len(faults) > MAX_REPORTED_ERRORS:
             lines.append(f"and {len(faults) - MAX_REPORTED_ERRORS} more")
-        raise RequestError("; ".join(lines), _dotted(faults[0]["loc"])) from error
-
-
-def _dotted(path: tuple[int | str, ...]) -> str:
-    steps = [str(step)[:MAX_NAME_CHARS] for step in path if not str(step).startswith("@")]
-    return ".".join(steps)[:MAX_REPORTED_CHARS]
-
-
-def _given(value: object) -> str:
-    """The invalid value for an error message, if it is short."""
-    match value:
-        case str() if value:
-            return f" (got {value[:MAX_REPORTED_CHARS]!r})"
-        case bool() | float() if not (isinstance(value, float) and math.isnan(value)):
-            return f" (got {value!r})"
-        case int() if value.bit_length() <= 128:
-            return f" (got {value})"
-        case _:
-            return ""
+        raise RequestError("; ".join(lines), dotted(faults[0]["loc"])) from error

@@ -341,6 +341,7 @@ class RequestBuilder:
     ) -> Sampling:
         return Sampling(
             grammar=await self._grammar(body, tools),
+            tool_calls=bool(tools),
             temperature=float(body.temperature),
             top_k=max(body.top_k, 0),
             top_p=float(body.top_p),

@@ -56,6 +56,11 @@ class Choice:
         ending: Json = {"stop_reason": self.stop}
         return ending | {"ended_by": self.ended_by} if self.ended_by else ending
 
+    @property
+    def is_ended_by_token(self) -> bool:
+        """Whether the last token ended the choice and is not part of its text."""
+        return self.finish == "stop" and isinstance(self.stop, int)
+
     def add(self, item: Tokens) -> None:
         """Add new tokens."""
         self.texts.append(item.text)
@@ -130,6 +135,8 @@ class ResponseBuilder(ABC):
 
     def __init__(self, job: Job, codec: TextCodec) -> None:
         self.job = job
+        self.warning = ""
+        """About the request, for the header ``X-Triptych-Warning``."""
         self._codec = codec
         self.choices = [
             Choice(index=index, echo=job.echo[index] if job.echo else "")
@@ -149,13 +156,17 @@ class ResponseBuilder(ABC):
     def headers(self) -> dict[str, str]:
         """Response headers with the result of compression and the number of cached tokens."""
         cached = _cached_tokens(self.choices, self.job.choices_each)
-        headers = {"x-triptych-cached-tokens": str(cached)}
+        headers = self.first_headers() | {"x-triptych-cached-tokens": str(cached)}
         if compression := _compression(self.choices):
             headers["x-triptych-compression-policy"] = str(compression["policy"])
             headers["x-triptych-compression-ratio"] = str(compression["ratio"])
             if self.job.fidelity:
                 headers["x-triptych-estimated-kl"] = str(self.job.fidelity.kl)
         return headers
+
+    def first_headers(self) -> dict[str, str]:
+        """The headers that are known before the first token."""
+        return {"x-triptych-warning": self.warning} if self.warning else {}
 
     def chunks(self, choice: Choice, item: Tokens) -> Iterator[Json]:
         """The events for ``item``, which was added to ``choice`` already."""
@@ -238,20 +249,20 @@ class ChatResponseBuilder(ResponseBuilder):
     def __init__(self, job: Job, codec: TextCodec) -> None:
         super().__init__(job, codec)
         self._tool_parsers = [ToolParser(job.tools) for _ in job.requests]
-        self._calls = [0 for _ in job.requests]
+        self._skips_special = job.requests[0].sampling.skip_special_tokens
 
     def whole(self) -> Json:
         return super().whole() | self._prompt_logprobs(self.choices[0])
 
     def _choice(self, choice: Choice) -> Json:
-        text, calls = self._read(choice, "".join(choice.texts), is_last=True)
+        text, calls = self._read(choice, "".join(choice.texts), choice.finish)
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if calls:
-            message |= {"content": text.strip() or None, "tool_calls": calls}
+            message |= {"content": text or None, "tool_calls": calls}
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(choice, choice.logprobs),
             "finish_reason": self._finish(choice),
             **choice.ending,
         }
@@ -260,26 +271,25 @@ class ChatResponseBuilder(ResponseBuilder):
         if not choice.opened:
             choice.opened = True
             yield self._part(choice, {"role": "assistant", "content": ""})
-        text, calls = self._read(choice, item.text, is_last=item.finish is not None)
+        text, calls = self._read(choice, item.text, item.finish)
         if text or item.logprobs:
-            yield self._part(choice, {"content": text}, self._logprobs(item.logprobs))
-        first = self._calls[choice.index] - len(calls)
+            yield self._part(choice, {"content": text}, self._logprobs(choice, item.logprobs))
+        first = self._tool_parsers[choice.index].calls - len(calls)
         for index, call in enumerate(calls, first):
             yield self._part(choice, {"tool_calls": [{"index": index, **call}]})
         if item.finish:
             last = self._part(choice, {})
             yield last | {"finish_reason": self._finish(choice), **choice.ending}
 
-    def _read(self, choice: Choice, text: str, *, is_last: bool) -> tuple[str, list[Json]]:
+    def _read(
+        self, choice: Choice, text: str, finish: FinishReason | None
+    ) -> tuple[str, list[Json]]:
         """The text and the tool calls that a piece of output adds."""
         if not self.job.tools:
             return text, []
-        pieces = list(self._tool_parsers[choice.index].read(text, is_last=is_last))
+        pieces = list(self._tool_parsers[choice.index].read(text, finish=finish))
         calls = [piece for piece in pieces if isinstance(piece, ParsedCall)]
-        self._calls[choice.index] += len(calls)
-        rest = "".join(piece for piece in pieces if isinstance(piece, str))
-        # Line breaks around calls are not part of the text.
-        return (rest if rest.strip() or not self._calls[choice.index] else ""), [
+        return "".join(piece for piece in pieces if isinstance(piece, str)), [
             {
                 "id": call.id,
                 "type": "function",
@@ -289,8 +299,11 @@ class ChatResponseBuilder(ResponseBuilder):
         ]
 
     def _finish(self, choice: Choice) -> str | None:
-        has_called = self._calls[choice.index] and choice.finish == "stop"
-        return "tool_calls" if has_called else choice.finish
+        """OpenAI's reason. An answer that ends inside a call is cut, whatever ended it."""
+        parser = self._tool_parsers[choice.index]
+        if parser.is_cut:
+            return "length"
+        return "tool_calls" if parser.calls and choice.finish == "stop" else choice.finish
 
     def _part(self, choice: Choice, delta: Json, logprobs: Json | None = None) -> Json:
         return {
@@ -300,7 +313,7 @@ class ChatResponseBuilder(ResponseBuilder):
             "finish_reason": None,
         }
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
+    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob]) -> Json | None:
         if not logprobs:
             return None
         content = [
@@ -308,12 +321,19 @@ class ChatResponseBuilder(ResponseBuilder):
             | {"top_logprobs": [self._named(token, value) for token, value in entry.top]}
             for entry in logprobs
         ]
+        if choice.is_ended_by_token:
+            content[-1]["bytes"] = []
         return {"content": content, "refusal": None}
 
     def _named(self, token: int, logprob: float) -> Json:
         raw = self._codec.token_bytes(token)
         text = raw.decode("utf-8", errors="replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+        is_text = not (self._skips_special and self._codec.is_special(token))
+        return {
+            "token": text,
+            "logprob": _finite(logprob),
+            "bytes": list(raw) if is_text else [],
+        }
 
 
 class CompletionResponseBuilder(ResponseBuilder):

@@ -10,16 +10,19 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from triptych.core.errors import GrammarError, RequestError
 from triptych.core.grammar import GrammarSource, bounded_schema, schema_source
+from triptych.core.messages import FinishReason
 from triptych.deployments.grammars import GrammarCompiler
 from triptych.deployments.http.openai.guided_decoding import OutputConstraint, check_own_end
 from triptych.deployments.http.openai.protocol import ChatBody, Message, NamedTool, Tool
+from triptych.workers.sampling.tool_calls import CLOSE, OPEN, Segment, ToolCallScanner
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 RESULT = "<tool_response>\n{}\n</tool_response>"
+RESULT_ROLES = ("tool", "function")
 INSTRUCTIONS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -92,22 +95,25 @@ def turns_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
     turns, open_calls = list[Turn](), set[str]()
     for index, message in enumerate(messages):
         turn = message.for_template()
-        if message.role == "tool":
-            if message.tool_call_id not in open_calls:
+        if message.role in RESULT_ROLES:
+            if message.role == "tool" and not _answers(message.tool_call_id, open_calls):
                 text = f"tool_call_id {message.tool_call_id!r} answers no call before it"
                 raise RequestError(text, f"messages.{index}.tool_call_id")
             turn = {"role": "user", "content": RESULT.format(message.text)}
-            if (
-                index and messages[index - 1].role == "tool"
-            ):  # results of one turn become one message
+            if index and messages[index - 1].role in RESULT_ROLES:
+                # Results of one turn become one message.
                 turns[-1]["content"] += "\n" + turn["content"]
                 continue
-        given = message.tool_calls if message.role == "assistant" else []
-        calls = [_call_text(call.function.name, call.function.arguments) for call in given]
-        open_calls |= {call.id for call in given}
+        calls = [_call_text(call.name, call.arguments) for call in message.calls]
+        open_calls |= {call.id for call in message.tool_calls if message.role == "assistant"}
         turn["content"] = "\n".join([turn["content"]] * bool(turn["content"]) + calls)
         turns.append(turn)
     return _with_tools(turns, tools) if tools else turns
+
+
+def _answers(call_id: str, open_calls: AbstractSet[str]) -> bool:
+    """Whether a result belongs to a call; some clients leave the ids empty."""
+    return call_id in open_calls or (bool(open_calls) and (not call_id or "" in open_calls))
 
 
 def _call_text(name: str, arguments: str) -> str:
@@ -201,50 +207,97 @@ def _rule(constraint: OutputConstraint) -> str:
 
 @dataclass
 class ToolParser:
-    """Separates tool calls from text in streamed output."""
+    """Separates tool calls from text in streamed output.
+
+    All splits of an output into pieces give the same text and calls. Tags never become text: a
+    call that the end of the output cuts is dropped, and a block that is no valid call loses its
+    tags. White space between a call and the beginning or the end of the text is dropped.
+    """
 
     names: frozenset[str]
-    _buffer: str = ""
-    """Text that may be a call, or the beginning of one."""
+    calls: int = 0
+    """Complete calls so far."""
+    is_cut: bool = False
+    """Whether the output ended inside a call."""
+    _scanner: ToolCallScanner = field(default_factory=ToolCallScanner)
+    _call: list[str] = field(default_factory=list[str])
+    """The pieces of the call that is not complete yet."""
+    _has_text: bool = False
+    _space: str = ""
+    """White space that is text only if more text follows."""
 
-    def read(self, text: str, *, is_last: bool = False) -> Iterator[str | ParsedCall]:
-        """Parse the next piece: yields text, and calls when they are complete.
+    def read(self, text: str, *, finish: FinishReason | None = None) -> Iterator[str | ParsedCall]:
+        """Parse the next piece: yields text, and calls when they are complete."""
+        for segment in self._scanner.push(text):
+            yield from self._segment(segment)
+        if finish:
+            yield from self._end(finish)
 
-        Text between call tags that is no valid call is yielded as text.
-        """
-        self._buffer += text
-        while (found := self._buffer.find(OPEN)) >= 0:
-            end = self._buffer.find(CLOSE, found)
-            if end < 0:
-                break
-            yield from self._text(self._buffer[:found])
-            block = self._buffer[found : end + len(CLOSE)]
-            self._buffer = self._buffer[end + len(CLOSE) :]
-            yield self._call(block) or block
-        keep = len(self._buffer) if is_last else self._text_chars(found)
-        yield from self._text(self._buffer[:keep])
-        self._buffer = self._buffer[keep:]
+    def _segment(self, segment: Segment) -> Iterator[str | ParsedCall]:
+        if not segment.in_call:
+            yield from self._text(segment.text)
+            return
+        self._call.append(segment.text)
+        if segment.ends_call:
+            block = "".join(self._call)[len(OPEN) : -len(CLOSE)]
+            self._call.clear()
+            if call := parse_call(block, self.names):
+                self.calls += 1
+                yield call
+            else:
+                yield from self._text(block.replace(OPEN, ""))
 
-    def _text_chars(self, found: int) -> int:
-        """Number of buffered characters that cannot be part of a call."""
-        if found >= 0:
-            return found
-        longest = min(len(OPEN) - 1, len(self._buffer))
-        ends = (n for n in range(longest, 0, -1) if self._buffer.endswith(OPEN[:n]))
-        return len(self._buffer) - next(ends, 0)
+    def _end(self, finish: FinishReason) -> Iterator[str]:
+        self.is_cut = self._scanner.in_call
+        rest = self._scanner.flush()
+        if rest and not rest.in_call:
+            # It may begin a tag. Only the end of a complete answer shows that it does not.
+            if finish == "stop":
+                yield from self._text(rest.text)
+            else:
+                self.is_cut = True
+        if self._space and not (self.calls or self.is_cut):
+            yield self._space
+        self._space = ""
 
-    @staticmethod
-    def _text(text: str) -> Iterator[str]:
-        if text:
-            yield text
+    def _text(self, text: str) -> Iterator[str]:
+        kept = text.rstrip()
+        if not kept:
+            self._space += text
+            return
+        yield kept.lstrip() if self.calls and not self._has_text else self._space + kept
+        self._has_text, self._space = True, text[len(kept) :]
 
-    def _call(self, block: str) -> ParsedCall | None:
-        try:
-            call = json.loads(block[len(OPEN) : -len(CLOSE)])
-        except ValueError:
+
+def parse_call(block: str, names: frozenset[str]) -> ParsedCall | None:
+    """The call in the text between two tags; None if it is not a call of one of these tools.
+
+    Arguments keep the model's text, so numbers have all their digits.
+    """
+    try:
+        call = json.loads(block, parse_int=_number)
+    except (ValueError, RecursionError):
+        return None
+    match call:
+        case {"name": str(name), "arguments": dict()} if name in names:
+            return ParsedCall(name, _arguments_text(block) or json.dumps(call["arguments"]))
+        case _:
             return None
-        match call:
-            case {"name": str(name), "arguments": dict()} if name in self.names:
-                return ParsedCall(name, json.dumps(call["arguments"], ensure_ascii=False))
-            case _:
-                return None
+
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"[^"\\]*"\s*,\s*"arguments"\s*:\s*')
+
+
+def _arguments_text(block: str) -> str:
+    """The text of the arguments in a block of the form that grammars enforce; else empty."""
+    head = _HEAD.match(block)
+    text = block[head.end() :].rstrip()[:-1].rstrip() if head else ""
+    try:
+        return text if isinstance(json.loads(text, parse_int=_number), dict) else ""
+    except ValueError:
+        return ""
+
+
+def _number(digits: str) -> int | float:
+    """A number of any length; Python refuses integers of more than 4,300 digits."""
+    return int(digits) if len(digits) < 1000 else float(digits)

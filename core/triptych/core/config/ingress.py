@@ -1,7 +1,8 @@
 """The HTTP ingress."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from triptych.core.config.request_limits import RequestLimitsConfig
 from triptych.core.config.values import MIB, require
 
 
@@ -49,6 +50,8 @@ class IngressConfig:
     share_prefixes: bool = False
     """Whether clients with different keys share cached prefixes. Off by default: with it, a client
     could infer from its time to first token what other clients sent."""
+
+    limits: RequestLimitsConfig = field(default_factory=RequestLimitsConfig)
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "ingress.num_replicas", self.num_replicas, ">= 1")

@@ -153,14 +153,17 @@ class RouteHandlers:
 
     async def chat(self, request: Request) -> Response:
         client, parent = self._client(request), request.headers.get("traceparent", "")
-        given = _with_session(request, await read_json(request))
+        given = _with_session(request, await self._read(request))
         return await self._answer(request, client, await self._serving.chat(given, client, parent))
 
     async def completions(self, request: Request) -> Response:
         client, parent = self._client(request), request.headers.get("traceparent", "")
-        given = _with_session(request, await read_json(request))
+        given = _with_session(request, await self._read(request))
         answer = await self._serving.completion(given, client, parent)
         return await self._answer(request, client, answer)
+
+    async def _read(self, request: Request) -> dict[str, object]:
+        return await read_json(request, self._config.limits)
 
     def _client(self, request: Request) -> Client:
         return self._serving.keys.client(request.headers.get("authorization", ""))
@@ -200,7 +203,7 @@ class RouteHandlers:
 
     async def tokenize(self, request: Request) -> Response:
         self._client(request)
-        body = validate(TokenizeBody, await read_json(request))
+        body = await self._serving.checked(TokenizeBody, await self._read(request))
         self._request_builder.check_model(body.model)
         tokens = await self._tokens(body)
         answer: dict[str, object] = {
@@ -213,18 +216,21 @@ class RouteHandlers:
         return JsonResponse(answer)
 
     async def _tokens(self, body: TokenizeBody) -> list[int]:
+        most = self._config.limits.max_json_values
         match body:
             case TokenizeBody(prompt=str(prompt), messages=None):
                 self._codec.check_length(len(prompt), "prompt")
-                return await self._codec.encode(prompt, add_special_tokens=body.add_special_tokens)
+                return await self._codec.encode(
+                    prompt, add_special_tokens=body.add_special_tokens, max_tokens=most
+                )
             case TokenizeBody(prompt=None, messages=list(messages)):
-                return await self._request_builder.encode_messages(messages, body)
+                return await self._request_builder.encode_messages(messages, body, max_tokens=most)
             case _:
                 raise RequestError("give either prompt or messages", "prompt")
 
     async def detokenize(self, request: Request) -> Response:
         self._client(request)
-        body = validate(DetokenizeBody, await read_json(request))
+        body = await self._serving.checked(DetokenizeBody, await self._read(request))
         self._request_builder.check_model(body.model)
         self._request_builder.check_token_ids(body.tokens, "tokens")
         return JsonResponse({"prompt": await self._codec.decode(body.tokens)})
@@ -277,7 +283,7 @@ class RouteHandlers:
     async def profile(self, request: Request) -> Response:
         """Profile the next steps of the workers."""
         self._admin(request)
-        body = validate(ProfileBody, await read_json(request))
+        body = validate(ProfileBody, await self._read(request))
         reports = await self._profile(body.steps, body.seconds, trace=body.trace)
         return JsonResponse({"object": "profile", "workers": [*reports]})
 

@@ -11,8 +11,14 @@ from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.keys import Client, KeyRing
 from triptych.deployments.http.metrics import IngressMetrics
+from triptych.deployments.http.openai.body_limits import (
+    check_counts,
+    check_json_size,
+    embedded_json,
+)
 from triptych.deployments.http.openai.protocol import (
     B,
+    Body,
     ChatBody,
     CompletionBody,
     check_known,
@@ -66,7 +72,8 @@ class OpenAIServing:
 
         Raises: RequestError naming the field that is wrong or cannot be served
         """
-        body = self._checked(ChatBody, given)
+        self._check_known(ChatBody, given)
+        body = await self.checked(ChatBody, given)
         job = await self.request_builder.chat(body, client.tenant, client.weight)
         return ChatResponseBuilder(_traced(job, traceparent), self.codec)
 
@@ -77,13 +84,22 @@ class OpenAIServing:
 
         Raises: RequestError naming the field that is wrong or cannot be served
         """
-        body = self._checked(CompletionBody, given)
+        self._check_known(CompletionBody, given)
+        body = await self.checked(CompletionBody, given)
         job = await self.request_builder.completion(body, client.tenant, client.weight)
         return CompletionResponseBuilder(_traced(job, traceparent), self.codec)
 
-    def _checked(self, kind: type[B], given: Mapping[str, object]) -> B:
+    def _check_known(self, kind: type[Body], given: Mapping[str, object]) -> None:
         if self.config.strict_params:
             check_known(kind, given)
+
+    async def checked(self, kind: type[B], given: Mapping[str, object]) -> B:
+        """Validate a body, if it is within ``ingress.limits``.
+
+        Raises: RequestError naming the field that is wrong, or the limit
+        """
+        check_counts(given, self.config.limits)
+        await check_json_size(embedded_json(given), self.config.limits)
         return validate(kind, given)
 
     def run(

@@ -31,6 +31,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 SEEDS = 2**63
 
+MAX_CUT = 8
+"""Contexts that a prompt may have before ``truncate_prompt_tokens`` cuts it, if it is long."""
+
 MAX_PROMPT_LOGPROBS = 200_000
 """Most log probabilities of prompts in one response; as JSON they take 16 MB."""
 
@@ -95,7 +98,9 @@ class RequestBuilder:
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         tools = tools_of(body)
-        prompt = self._truncated(await self.encode_messages(body.messages, body, tools), body)
+        most = self._most_tokens(body)
+        prompt = await self.encode_messages(body.messages, body, tools, max_tokens=most)
+        prompt = self._truncated(prompt, body)
         logprobs = body.top_logprobs if body.logprobs else -1
         sampling = await self._sampling(body, logprobs)
         if tools:
@@ -117,7 +122,7 @@ class RequestBuilder:
             raise RequestError(text, "max_tokens")
         if body.best_of > body.n:
             raise Unsupported("best_of larger than n", "best_of")
-        given = [await self._encode_prompt(prompt) for prompt in body.prompts]
+        given = await self._encode_prompts(body)
         prompts = [self._truncated(prompt, body) for prompt in given]
         whole = body.prompts if prompts == given else prompts
         texts = await self._texts(whole) if body.echo else [""] * len(prompts)
@@ -191,6 +196,8 @@ class RequestBuilder:
         messages: Sequence[Message],
         how: Rendering,
         tools: Sequence[Tool] = (),
+        *,
+        max_tokens: int | None = None,
     ) -> list[int]:
         if how.chat_template is not None:
             raise Unsupported("chat_template: templates come with the model", "chat_template")
@@ -205,6 +212,7 @@ class RequestBuilder:
             add_generation_prompt=how.add_generation_prompt,
             continue_final=how.continue_final_message,
             options=how.template_options,
+            max_tokens=max_tokens,
         )
 
     def _truncated(self, prompt: list[int], body: GenerationBody) -> list[int]:
@@ -222,12 +230,21 @@ class RequestBuilder:
             keep = max(1, self._model.context_tokens - max(body.answer_tokens[0] or 1, 1))
         return prompt[len(prompt) - keep :] if keep < len(prompt) else prompt
 
-    async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            self._codec.check_length(len(prompt), "prompt")
-            return await self._codec.encode(prompt)
-        self.check_token_ids(prompt, "prompt")
-        return prompt
+    async def _encode_prompts(self, body: CompletionBody) -> list[list[int]]:
+        texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+        for text in texts:
+            self._codec.check_length(len(text), "prompt")
+        if texts:
+            return await self._codec.encode_all(texts, max_tokens=self._most_tokens(body))
+        ids = [prompt for prompt in body.prompts if not isinstance(prompt, str)]
+        for prompt in ids:
+            self.check_token_ids(prompt, "prompt")
+        return ids
+
+    def _most_tokens(self, body: GenerationBody) -> int:
+        """The tokens up to which a prompt is encoded; fewer if it is not to be truncated."""
+        is_cut = body.truncate_prompt_tokens is not None
+        return self._model.context_tokens * (MAX_CUT if is_cut else 1)
 
     def check_token_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises: RequestError if an id is outside of the vocabulary"""

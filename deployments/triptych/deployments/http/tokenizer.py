@@ -256,8 +256,8 @@ class TextCodec:
 
 def _head_of(chars: int, max_tokens: int | None) -> int:
     """Characters to encode first of a text that is likely to have too many tokens; else 0."""
-    head = HEAD_CHARS + 8 * (max_tokens or 0)
-    return head if max_tokens is not None and chars > 2 * head else 0
+    head = HEAD_CHARS + 4 * (max_tokens or 0)
+    return head if max_tokens is not None and chars > 1.5 * head else 0
 
 
 class LongTexts:

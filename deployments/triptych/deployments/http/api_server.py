@@ -302,9 +302,10 @@ class RouteHandlers:
 
     async def dashboard_state(self, request: Request) -> Response:
         # The page polls every second, which must not use up the rate limit of its key.
-        self._serving.keys.client(request.headers.get("authorization", ""), counts=False)
+        given = request.headers.get("authorization", "")
+        client = self._serving.keys.client(given, counts=False)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                return await self._dashboard.state()
+                return await self._dashboard.state(client.seen_tenant)
         except TimeoutError as error:
             raise Overloaded("the router does not answer") from error

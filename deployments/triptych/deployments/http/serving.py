@@ -74,7 +74,7 @@ class OpenAIServing:
         """
         self._check_known(ChatBody, given)
         body = await self.checked(ChatBody, given)
-        job = await self.request_builder.chat(body, client.tenant, client.weight)
+        job = await self.request_builder.chat(body, client)
         return ChatResponseBuilder(_traced(job, traceparent), self.codec)
 
     async def completion(
@@ -86,7 +86,7 @@ class OpenAIServing:
         """
         self._check_known(CompletionBody, given)
         body = await self.checked(CompletionBody, given)
-        job = await self.request_builder.completion(body, client.tenant, client.weight)
+        job = await self.request_builder.completion(body, client)
         return CompletionResponseBuilder(_traced(job, traceparent), self.codec)
 
     def _check_known(self, kind: type[Body], given: Mapping[str, object]) -> None:

@@ -227,7 +227,7 @@ WRONG = {
     "bias": (CompletionRequest(prompt=["a"], logit_bias={10**6: 1}), "logit_bias.1000000"),
     "n": (CompletionRequest(prompt=["a"], n=5), "n"),
     "max_tokens": (CompletionRequest(prompt=["a"], max_tokens=-1), "max_tokens"),
-    "stop": (CompletionRequest(prompt=["a"], stop=["a"] * 5), "stop"),
+    "stop": (CompletionRequest(prompt=["a"], stop=["a"] * 17), "stop"),
     "priority": (CompletionRequest(prompt=["a"], priority=101), "priority"),
     "too long": (CompletionRequest(prompt=["a"], max_tokens=4000), "max_tokens"),
     "extra twice": (CompletionRequest(prompt=["a"], extra=struct(n=2)), "extra.n"),

@@ -13,6 +13,7 @@ from triptych.core.messages import Request, Sampling, Slo
 from triptych.core.plugin_overrides import overrides_of
 from triptych.core.profile import Fidelity
 from triptych.deployments.http.interfaces import Engine, ModelCard
+from triptych.deployments.http.keys import NO_CLIENT, Client
 from triptych.deployments.http.openai.guided_decoding import grammar_of, is_structured
 from triptych.deployments.http.openai.protocol import (
     ChatBody,
@@ -89,7 +90,7 @@ class RequestBuilder:
             text = f"The model {name[:128]!r} does not exist. This server has {self._model.name!r}."
             raise ModelNotFound(text, "model")
 
-    async def chat(self, body: ChatBody, tenant: str = "", weight: float = 1.0) -> Job:
+    async def chat(self, body: ChatBody, client: Client = NO_CLIENT) -> Job:
         """Raises: RequestError naming the field that cannot be served"""
         self.check_model(body.model)
         self._check(body)
@@ -109,9 +110,9 @@ class RequestBuilder:
         job = self._job("chatcmpl", body, [prompt], "messages", sampling)
         job = replace(job, tools=frozenset(tool.function.name for tool in tools))
         job = self._with_prompt_logprobs(job, body)
-        return self._owned(job, body, tenant, weight)
+        return self._owned(job, body, client)
 
-    async def completion(self, body: CompletionBody, tenant: str = "", weight: float = 1.0) -> Job:
+    async def completion(self, body: CompletionBody, client: Client = NO_CLIENT) -> Job:
         """Raises: RequestError naming the field that cannot be served"""
         self.check_model(body.model)
         self._check(body)
@@ -133,7 +134,7 @@ class RequestBuilder:
         if body.echo and body.logprobs is not None:
             job = replace(job, echo_logprobs=logprobs)
         job = self._with_prompt_logprobs(job, body)
-        return self._owned(job, body, tenant, weight)
+        return self._owned(job, body, client)
 
     def _with_prompt_logprobs(self, job: Job, body: GenerationBody) -> Job:
         """Request the log probabilities of each prompt from one of its choices.
@@ -171,19 +172,19 @@ class RequestBuilder:
         )
         return replace(job, requests=tuple(requests), prompt_logprobs=shown)
 
-    def _owned(self, job: Job, body: GenerationBody, tenant: str, weight: float) -> Job:
+    def _owned(self, job: Job, body: GenerationBody, client: Client) -> Job:
         """Set tenant, cache salt, session, weight, priority, SLOs and plug-ins of the requests.
 
-        ``tenant`` is "" or has a fixed length, so no two pairs of tenant and salt are equal.
+        The client's salt is "" or has a fixed length, so no two pairs of it and a body's are equal.
 
         Raises: RequestError if a plug-in override is not offered
         """
-        salt = f"{'' if self._config.share_prefixes else tenant}:{body.cache_salt or ''}"
+        salt = f"{'' if self._config.share_prefixes else client.salt}:{body.cache_salt or ''}"
         mine = {
             "cache_salt": salt,
-            "tenant": tenant,
+            "tenant": client.tenant,
             "session": body.session_id or "",
-            "weight": weight,
+            "weight": client.weight,
             "priority": body.priority,
             "slo": _slo(body),
             "plugin_overrides": overrides_of(body.plugins, self._model.plugins),

@@ -98,8 +98,7 @@ class RouterClient:
         """Yield tokens of all the requests as they arrive; closing it cancels what still runs."""
         events = asyncio.Queue[Event]()
         running = {r.id: self.attempts.start(r, events.put_nowait) for r in requests}
-        for attempts in running.values():
-            self._submit(attempts)
+        self._submit(list(running.values()))
         try:
             while running:
                 event = await events.get()
@@ -132,7 +131,7 @@ class RouterClient:
             self._end(attempts)
         elif attempts.is_at_window_end:
             self.attempts.again(attempts)
-            self._submit(attempts)
+            self._submit([attempts])
         elif attempts.is_torn:
             self._torn(attempts)
 
@@ -167,9 +166,10 @@ class RouterClient:
 
     def _on_undeliverable(self, message: Message, error: TriptychError) -> None:
         """A router cannot take a message; if it is a request, that one fails."""
-        if isinstance(message, Submit) and (attempts := self.attempts.get(message.request.id)):
-            self._end(attempts)
-            attempts.fail(failed(attempts.id, error))
+        for request in message.requests if isinstance(message, Submit) else ():
+            if attempts := self.attempts.get(request.id):
+                self._end(attempts)
+                attempts.fail(failed(attempts.id, error))
 
     def _failed(self, attempts: RequestAttempts, failure: Failed) -> None:
         if failure.resumable and self.attempts.again(attempts):
@@ -191,16 +191,15 @@ class RouterClient:
     def _submit_later(self, attempts: RequestAttempts, attempt: str) -> None:
         def submit() -> None:
             if self.attempts.get(attempt) is attempts:  # its client still waits for it
-                self._submit(attempts)
+                self._submit([attempts])
 
         asyncio.get_running_loop().call_later(attempts.delay_s, submit)
 
-    def _submit(self, attempts: RequestAttempts) -> None:
-        """Send the present attempt to a router, now or when one is connected."""
-        if self._links.submit(attempts):
-            return
-        self._unsent[attempts.request.id] = attempts
-        if self._grace is None:
+    def _submit(self, attempts: Sequence[RequestAttempts]) -> None:
+        """Send the present attempts to routers, now or when one is connected."""
+        unsent = self._links.submit(attempts)
+        self._unsent.update((one.request.id, one) for one in unsent)
+        if unsent and self._grace is None:
             later = asyncio.get_running_loop().call_later
             self._grace = later(ROUTER_GRACE_S, self._fail_unsent)
 
@@ -219,8 +218,7 @@ class RouterClient:
         self._links.peer_lost(address)
 
     def _on_router_found(self) -> None:
-        for attempts in self._take_unsent():
-            self._submit(attempts)
+        self._submit(self._take_unsent())
 
     def _on_router_lost(self, shard: str) -> None:
         for attempts in self.attempts:

@@ -29,6 +29,14 @@ class IngressConfig:
     request_timeout_s: float = 600.0
     """Maximum duration of a request; after it, the request ends with 504."""
 
+    write_timeout_s: float = 60.0
+    """Maximum time for a client to take one part of a stream; after it, the stream is closed and
+    its request is cancelled. It needs a server that reports when the client reads: gRPC, and HTTP
+    without Ray Serve's proxy in front."""
+
+    max_open_requests: int = 2048
+    """Completions in progress at one ingress replica over HTTP; further ones get 503."""
+
     api_keys: str = ""
     """File with the digests of API keys and the limits of each key; empty: no key is needed."""
 
@@ -65,3 +73,6 @@ class IngressConfig:
         require(
             self.request_timeout_s > 0, "ingress.request_timeout_s", self.request_timeout_s, "> 0"
         )
+        seconds, opened = self.write_timeout_s, self.max_open_requests
+        require(seconds > 0, "ingress.write_timeout_s", seconds, "> 0")
+        require(opened >= 1, "ingress.max_open_requests", opened, ">= 1")

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from triptych.core.errors import Overloaded, RequestError, RequestNotFound, TriptychError
 from triptych.deployments.http.dashboard import Dashboard, DashboardSource, no_dashboard
-from triptych.deployments.http.errors import ApiError, RequestFailed, report
+from triptych.deployments.http.errors import RETRY_AFTER_S, ApiError, RequestFailed, report
 from triptych.deployments.http.interfaces import (
     DecisionSource,
     NoDecisions,
@@ -34,6 +34,7 @@ from triptych.deployments.http.openai.protocol import (
 from triptych.deployments.http.openai.responses import ResponseBuilder
 from triptych.deployments.http.openapi import document
 from triptych.deployments.http.serving import PROBE_TIMEOUT_S, OpenAIServing
+from triptych.deployments.http.snapshots import Snapshot
 from triptych.deployments.http.stream import (
     KEEP_ALIVE_S,
     EventStream,
@@ -83,7 +84,11 @@ def create_app(
     routes.mount(app)
     for kind in (TriptychError, RequestFailed, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer_error)
-    app.add_middleware(LimitsMiddleware, max_body_bytes=serving.config.max_body_bytes)
+    app.add_middleware(
+        LimitsMiddleware,
+        max_body_bytes=serving.config.max_body_bytes,
+        max_open_requests=serving.config.max_open_requests,
+    )
     app.add_middleware(RequestIdMiddleware, send_request_id=send_request_id)
     return app
 
@@ -124,7 +129,7 @@ class RouteHandlers:
         self._codec = serving.codec
         self._request_builder = serving.request_builder
         self._config = serving.config
-        self._gauges = gauges
+        self._gauges = Snapshot(gauges, serving.probe_age_s)
         self._dashboard = dashboard
         self._decisions = decisions
         self._profile = profile
@@ -173,7 +178,12 @@ class RouteHandlers:
         timeout_s = self._config.request_timeout_s
         if job.stream:
             events = frames(items, job, answer)
-            return EventStream(events, timeout_s=timeout_s, keep_alive_s=self._keep_alive_s)
+            return EventStream(
+                events,
+                timeout_s=timeout_s,
+                write_timeout_s=self._config.write_timeout_s,
+                keep_alive_s=self._keep_alive_s,
+            )
         await unless_disconnected(request.receive, collect(items, timeout_s))
         decision = await self._decision(job.id) if self._config.decision_header else None
         return await _whole(answer, {} if decision is None else {"x-triptych-decision": decision})
@@ -245,7 +255,9 @@ class RouteHandlers:
         if state.ok:
             return Response()
         kind, code = "service_unavailable", "overloaded"
-        return ApiError(status=503, message=state.reason, kind=kind, code=code).response()
+        return ApiError(
+            status=503, message=state.reason, kind=kind, code=code, retry_after_s=RETRY_AFTER_S
+        ).response()
 
     async def load(self) -> Response:
         """Responses in progress, in vLLM's format."""
@@ -255,7 +267,7 @@ class RouteHandlers:
         gauges: Mapping[str, float] = {}
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                gauges = await self._gauges()
+                gauges = await self._gauges.get()
         except (TimeoutError, TriptychError) as error:
             logger.warning("metrics of other parts are missing: %s", error)
         text = self._serving.metrics.exposition(gauges)

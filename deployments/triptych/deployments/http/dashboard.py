@@ -1,6 +1,5 @@
 """The dashboard: one self-contained HTML page, and the snapshots that it draws."""
 
-import asyncio
 import base64
 import hashlib
 import re
@@ -19,6 +18,7 @@ from starlette.responses import Response
 from triptych.deployments.http.interfaces import ModelCard
 from triptych.deployments.http.json_frames import JsonResponse
 from triptych.deployments.http.metrics import IngressMetrics
+from triptych.deployments.http.snapshots import Snapshot
 
 DashboardSource = Callable[[], Awaitable[Mapping[str, object]]]
 """Fetches the state of routers, pools and workers, as JSON of bounded size."""
@@ -103,11 +103,9 @@ class Dashboard:
     clock: Callable[[], float] = time.monotonic
     name: str = field(default_factory=lambda: secrets.token_hex(4))
     """Identifies this ingress replica, since each has counters of its own."""
-    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _snapshot: Mapping[str, object] = field(default_factory=dict[str, object])
-    _taken_s: float = float("-inf")
 
     def __post_init__(self) -> None:
+        self._snapshot = Snapshot(self._take, MAX_AGE_S, self.clock)
         page = PAGE.read_text(encoding="utf-8")
         self._page = page.encode()
         self._headers = {
@@ -129,11 +127,7 @@ class Dashboard:
 
         Raises: Overloaded if the router does not answer
         """
-        async with self._asking:
-            if self.clock() - self._taken_s > MAX_AGE_S:
-                self._snapshot = await self._take()
-                self._taken_s = self.clock()
-        shown = shown_to(tenant, self._snapshot)
+        shown = shown_to(tenant, await self._snapshot.get())
         return JsonResponse(shown, headers={"cache-control": "no-store"})
 
     async def _take(self) -> Mapping[str, object]:

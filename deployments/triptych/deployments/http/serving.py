@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from triptych.core.config import IngressConfig
+from triptych.core.errors import TriptychError
 from triptych.core.messages import Tokens
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
@@ -31,12 +32,15 @@ from triptych.deployments.http.openai.responses import (
     CompletionResponseBuilder,
     ResponseBuilder,
 )
+from triptych.deployments.http.snapshots import Snapshot
 from triptych.deployments.http.stream import follow
 from triptych.deployments.http.tokenizer import TextCodec, Tokenizer
 from triptych.deployments.monitoring.tracing import valid_parent
 
 PROBE_TIMEOUT_S = 3.0
 """Seconds that ``/health`` and ``/metrics`` wait for other parts."""
+PROBE_AGE_S = 1.0
+"""Age up to which the result of a probe is reused; each costs a call to the router."""
 
 
 class OpenAIServing:
@@ -53,6 +57,7 @@ class OpenAIServing:
         model: ModelCard,
         config: IngressConfig,
         metrics: IngressMetrics | None = None,
+        probe_age_s: float = PROBE_AGE_S,
     ) -> None:
         self.engine = engine
         self.model = model
@@ -62,6 +67,8 @@ class OpenAIServing:
             engine=engine, codec=self.codec, model=model, config=config
         )
         self.metrics = metrics or IngressMetrics()
+        self.probe_age_s = probe_age_s
+        self._health = Snapshot(self._probe, probe_age_s)
         path = Path(config.api_keys) if config.api_keys else None
         self.keys = KeyRing(path, refused=self.metrics.refuse)
 
@@ -112,12 +119,17 @@ class OpenAIServing:
         return client.run(follow(self.engine, answer.job, answer, self.metrics))
 
     async def health(self) -> Health:
-        """Whether a request sent now would be served."""
+        """Whether a request would be served, as of the last ``PROBE_AGE_S``."""
+        return await self._health.get()
+
+    async def _probe(self) -> Health:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 return await self.engine.health()
         except TimeoutError:
             return Health(ok=False, reason="the engine does not answer")
+        except TriptychError as error:
+            return Health(ok=False, reason=str(error))
 
     def card(self) -> dict[str, object]:
         """The model in the form of OpenAI's model list."""

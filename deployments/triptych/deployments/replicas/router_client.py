@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from triptych.core.errors import Overloaded, StageLost, TriptychError
+from triptych.core.errors import Cancelled, Overloaded, StageLost, TriptychError
 from triptych.core.messages import (
     Failed,
     Message,
@@ -38,6 +38,9 @@ CONFIRM_S = 5.0
 """Interval at which routers are asked about attempts that do not."""
 ROUTER_GRACE_S = 30.0
 """How long requests wait for a router to be restarted, if there is no other one."""
+
+MAX_EVENTS = 16_384
+"""Events that wait for one client at most; each is a token or more."""
 
 Event = Tokens | Failed
 
@@ -95,12 +98,27 @@ class RouterClient:
         return await self.stats.health()
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
-        """Yield tokens of all the requests as they arrive; closing it cancels what still runs."""
+        """Yield tokens of all the requests as they arrive; closing it cancels what still runs.
+
+        Raises: Cancelled if ``MAX_EVENTS`` of them wait, since the client reads too slowly
+        """
         events = asyncio.Queue[Event]()
-        running = {r.id: self.attempts.start(r, events.put_nowait) for r in requests}
+        is_stalled = False
+
+        def tell(event: Event) -> None:
+            nonlocal is_stalled
+            if events.qsize() < MAX_EVENTS:
+                events.put_nowait(event)
+            elif not is_stalled:
+                is_stalled = True
+                self._abort(list(running.values()))
+
+        running = {r.id: self.attempts.start(r, tell) for r in requests}
         self._submit(list(running.values()))
         try:
             while running:
+                if is_stalled:
+                    raise Cancelled(f"the client has not read {MAX_EVENTS} events")
                 event = await events.get()
                 if isinstance(event, Failed) or event.finish is not None:
                     del running[event.request]

@@ -23,7 +23,7 @@ from tests.unit.deployments.monitoring.test_dashboard_state import (
 )
 from triptych.cli.checks.validate import actors_of
 from triptych.core.config import AppConfig
-from triptych.core.errors import Overloaded, QueueFull
+from triptych.core.errors import Cancelled, Overloaded, QueueFull
 from triptych.core.layout import Geometry
 from triptych.core.messages import (
     Cancel,
@@ -40,6 +40,7 @@ from triptych.deployments.app import bind_deployments
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.monitoring.dashboard_state import merge_states
 from triptych.deployments.monitoring.status import Status
+from triptych.deployments.replicas import router_client
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterStats
 from triptych.deployments.transport.peer_channel import PeerChannel
@@ -365,6 +366,26 @@ async def test_the_choices_of_a_request_are_one_message(front: Front) -> None:
             assert received in requests
             shard.say(name, 5, finish="stop")
     assert len(await answer) == len(requests)
+
+
+async def test_a_request_whose_client_does_not_read_is_cancelled(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_client, "MAX_EVENTS", 8)
+    request = Request(
+        id="r", prompt=(1,), sampling=Sampling(max_tokens=99), reply_to=front.engine.address
+    )
+    events = front.engine.generate([request])
+    first = asyncio.create_task(anext(events))
+    await until(lambda: bool(front.where("r")))
+    [index] = front.where("r")
+    for at in range(20):
+        front.shards[index].say("r", 5, at=at)
+    await first
+    await until(lambda: front.shards[index].cancelled == {"r"})
+    with pytest.raises(Cancelled, match="has not read 8 events"):
+        await anext(events)
+    assert not list(front.engine.attempts)
 
 
 async def test_the_same_conversation_comes_back_to_its_shard(front: Front) -> None:

@@ -68,7 +68,7 @@ class GrpcServer:
                 ("grpc.max_metadata_size", MAX_HEADER_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_HEADER_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
-            ]
+            ],
         )
         handlers = Service(self._serving).handlers()
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])

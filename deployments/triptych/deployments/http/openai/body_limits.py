@@ -89,20 +89,19 @@ def check_counts(data: Mapping[str, object], limits: RequestLimitsConfig) -> Non
 
     Raises: RequestError naming the field, the count and the setting
     """
-    messages = [one for one in _items(data.get("messages")) if isinstance(one, Mapping)]
+    messages = _items(data.get("messages"))
     parts = sum(len(_items(_get(one, "content"))) for one in messages)
     calls = sum(len(_items(_get(one, "tool_calls"))) for one in messages)
-    bias = data.get("logit_bias")
     outputs = data.get("structured_outputs")
     counts = (
-        ("messages", len(_items(data.get("messages"))), "max_messages"),
+        ("messages", len(messages), "max_messages"),
         ("messages.content", parts, "max_content_parts"),
         ("messages.tool_calls", calls, "max_tool_calls"),
         ("tools", len(_items(data.get("tools"))), "max_tools"),
         ("functions", len(_items(data.get("functions"))), "max_tools"),
         ("stop", len(_items(data.get("stop"))), "max_stops"),
         ("stop_token_ids", len(_items(data.get("stop_token_ids"))), "max_stop_token_ids"),
-        ("logit_bias", len(bias) if isinstance(bias, dict) else 0, "max_logit_bias"),
+        ("logit_bias", _entries(data.get("logit_bias")), "max_logit_bias"),
         ("guided_choice", len(_items(data.get("guided_choice"))), "max_guided_choices"),
         ("structured_outputs.choice", len(_items(_get(outputs, "choice"))), "max_guided_choices"),
     )
@@ -148,6 +147,10 @@ def embedded_json(data: Mapping[str, object]) -> list[bytes]:
 
 def _items(value: object) -> list[object]:
     return cast("list[object]", value) if isinstance(value, list) else []
+
+
+def _entries(value: object) -> int:
+    return len(cast("dict[str, object]", value)) if isinstance(value, dict) else 0
 
 
 def _get(value: object, key: str) -> object:

@@ -4,7 +4,7 @@
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import repeat
 from typing import Any, Literal, TypeVar, cast
 
@@ -14,10 +14,13 @@ from triptych.core.errors import MessageError, TriptychError
 from triptych.core.handles import KVHandle
 from triptych.core.schema import PackedField, SchemaError, build
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Changes whenever a message gets another name or shape: 2 renamed the messages of preemption,
-checkpoints and borrowed cache memory; 3 added the epoch of a registration."""
+checkpoints and borrowed cache memory; 3 added the epoch of a registration; 4 the children of a
+``Submit``."""
 MAX_FRAME_BYTES = 64 << 20
+MAX_SUBMIT_TOKENS = 1 << 18
+"""Token ids of prompts in one ``Submit`` of several prompts."""
 
 Message = Any
 """An instance of a class decorated with ``@message``."""
@@ -94,10 +97,15 @@ def _revive(item: object) -> Message:
         raise MessageError(str(error)) from error
 
 
+_SCALARS = {int, float, str, bool, bytes, type(None)}
+
+
 def _plain(value: object) -> object:
     if is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple | list):
+        if set(map(type, cast("list[object]", value))) <= _SCALARS:  # such as the ids of a prompt
+            return cast("object", value)
         return [_plain(item) for item in cast("list[object]", value)]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in cast("dict[Any, object]", value).items()}
@@ -362,12 +370,81 @@ def failed(request: str, error: TriptychError) -> Failed:
 # ------------------------------------------------------------------ ingress and router
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildRequest:
+    """A further sequence of a client's request: what differs from its first one."""
+
+    id: str
+    seed: int
+    max_tokens: int
+    prompt_logprobs: int = -1
+    prompt: tuple[int, ...] | None = None
+    """Token ids of its prompt; None: the prompt of the sequence before."""
+
+    def after(self, before: Request) -> Request:
+        """The request that this stands for; ``before``: the sequence before."""
+        sampling = replace(
+            before.sampling,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+        prompt = before.prompt if self.prompt is None else self.prompt
+        return replace(before, id=self.id, prompt=prompt, sampling=sampling)
+
+    @classmethod
+    def of(cls, request: Request, before: Request) -> "ChildRequest | None":
+        """The child that stands for a request; None if it differs in more."""
+        sampling = request.sampling
+        child = cls(
+            id=request.id,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            prompt_logprobs=sampling.prompt_logprobs,
+            prompt=None if request.prompt == before.prompt else request.prompt,
+        )
+        return child if child.after(before) == request else None
+
+
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Ingress to router: take this request. The answer is tokens, or ``Failed``."""
+    """Ingress to router: take these sequences. The answers are tokens, or ``Failed``, for each.
+
+    What the sequences of one client's request share, such as its grammar and ``logit_bias``, is
+    sent once.
+    """
 
     request: Request
+    """The first sequence."""
+    children: tuple[ChildRequest, ...] = ()
+    """The others, in order."""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All sequences."""
+        found = [self.request]
+        for child in self.children:
+            found.append(child.after(found[-1]))
+        return tuple(found)
+
+
+def submits(requests: Sequence[Request]) -> list[Submit]:
+    """The fewest messages that submit these requests; each has at most ``MAX_SUBMIT_TOKENS`` ids
+    of prompts, or one prompt.
+    """
+    groups = list[tuple[Request, list[ChildRequest]]]()
+    before, tokens = None, 0
+    for request in requests:
+        child = None if before is None else ChildRequest.of(request, before)
+        tokens += 0 if child is None or child.prompt is None else len(child.prompt)
+        if child is None or tokens > MAX_SUBMIT_TOKENS:
+            groups.append((request, []))
+            tokens = len(request.prompt)
+        else:
+            groups[-1][1].append(child)
+        before = request
+    return [Submit(request=first, children=tuple(others)) for first, others in groups]
 
 
 @message

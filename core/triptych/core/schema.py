@@ -113,11 +113,21 @@ def _convert_union(hint: Any, value: object, path: str) -> Any:
     raise SchemaError(f"{path}={_show(value)}: expected {names}")
 
 
+_PLAIN = {int, float, str, bool, bytes}
+
+
 def _convert_sequence(hint: Any, value: object, path: str) -> Any:
     if not isinstance(value, list | tuple):
         raise SchemaError(f"{path}={_show(value)}: expected a list")
     items = cast("list[object]", value)
     args = get_args(hint)
+    # Long sequences of plain values, such as the ids of a prompt, are checked at once.
+    types_given = set(map(type, items))
+    if len(args) == 1 or args[-1] is Ellipsis:
+        if args[0] in _PLAIN and types_given == {args[0]}:
+            return tuple(items) if get_origin(hint) is tuple else list(items)
+    elif types_given <= _PLAIN and tuple(map(type, items)) == args:
+        return tuple(items)
     if get_origin(hint) is tuple and args[-1] is not Ellipsis:
         if len(args) != len(items):
             raise SchemaError(f"{path}: expected {len(args)} values, not {len(items)}")

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray._raylet import AuthenticationMode, get_authentication_mode
+from ray._raylet import (
+    AuthenticationMode,  # pyright: ignore[reportAttributeAccessIssue]
+    get_authentication_mode,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.deployment import Application
 

@@ -225,7 +225,8 @@ class Scheduler:
     def _take(self, message: Message, sender: str, now: float) -> None:
         match message:
             case Submit():
-                self._submit(message.request, now)
+                for request in message.requests:
+                    self._submit(request, now)
             case Cancel():
                 self._cancel(message, now)
             case Confirm():

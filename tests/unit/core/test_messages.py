@@ -1,6 +1,7 @@
 """Frames: what was packed comes back; anything else is refused."""
 
 import struct
+from dataclasses import replace
 from typing import cast
 
 import msgpack
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from triptych.core.errors import MessageError
 from triptych.core.handles import KVHandle, LeaseId, LeaseRef, PageRun
 from triptych.core.messages import (
+    MAX_SUBMIT_TOKENS,
     WIRE_VERSION,
+    ChildRequest,
     CompressionReport,
     Join,
     PromptLogprobs,
@@ -21,6 +24,7 @@ from triptych.core.messages import (
     TokenLogprob,
     Tokens,
     pack,
+    submits,
     unpack,
 )
 
@@ -34,6 +38,13 @@ HANDLE = KVHandle(LeaseRef("arena", LeaseId(9), 2), (PageRun("fp16", b"\x03\0\0\
 REPORT = CompressionReport(policy="uniform:k8v4", raw_bytes=10, stored_bytes=4)
 MESSAGES = [
     Submit(request=REQUEST),
+    Submit(
+        request=REQUEST,
+        children=(
+            ChildRequest(id="r2", seed=4, max_tokens=3),
+            ChildRequest(id="r3", seed=5, max_tokens=3, prompt_logprobs=1, prompt=(7,)),
+        ),
+    ),
     Join(request=REQUEST, output_tokens=(4,), handle=HANDLE, report=REPORT),
     Tokens(
         request="r1",
@@ -75,6 +86,59 @@ def test_arrays_that_do_not_fit_together_are_refused(top, ids, logprobs, ranks) 
     odd = PromptLogprobs(top=top, ids=bytes(ids), logprobs=bytes(logprobs), ranks=bytes(ranks))
     with pytest.raises(MessageError, match="log probabilities of a prompt"):
         list(odd.rows())
+
+
+def choices(prompts: list[tuple[int, ...]], each: int) -> list[Request]:
+    """The sequences of one client's request, with a grammar and ``logit_bias``."""
+    shared = Sampling(grammar="x" * 10_000, logit_bias=tuple((i, 1.0) for i in range(480)))
+    return [
+        replace(
+            REQUEST,
+            id=f"r-{index}",
+            prompt=prompts[index // each],
+            sampling=replace(shared, seed=index, max_tokens=5 + index // each),
+        )
+        for index in range(len(prompts) * each)
+    ]
+
+
+def test_what_choices_share_is_sent_once() -> None:
+    requests = choices([(1,) * 900, (2,) * 800], 32)
+    [message] = submits(requests)
+    assert [*message.requests] == requests
+    frame = pack([message])
+    assert len(frame) < 2 * len(pack([Submit(request=requests[0])]))
+    [received] = unpack(frame)
+    assert [*received.requests] == requests
+
+
+def test_requests_that_differ_in_more_are_messages_of_their_own() -> None:
+    one, two, three = choices([(1,)], 3)
+    two = replace(two, sampling=replace(two.sampling, temperature=0.5))
+    found = submits([one, two, three])
+    assert [request for message in found for request in message.requests] == [one, two, three]
+    assert len(found) == 3
+    assert submits([]) == []
+
+
+def test_long_prompts_are_spread_over_messages() -> None:
+    requests = choices([(index,) * (MAX_SUBMIT_TOKENS // 3) for index in range(7)], 2)
+    found = submits(requests)
+    assert [request for message in found for request in message.requests] == requests
+    assert len(found) == 3
+
+
+def test_a_list_of_plain_values_is_checked_like_any_other() -> None:
+    for prompt in ((1, True), (1, 2.0), (True,), ("1",)):
+        with pytest.raises(MessageError, match="expected int"):
+            unpack(pack([Submit(request=replace(REQUEST, prompt=prompt))]))
+    for bias in (((1, 2.0, 3),), ((1.5, 2.0),), ((1, True),)):
+        odd = replace(REQUEST, sampling=Sampling(logit_bias=bias))
+        with pytest.raises(MessageError):
+            unpack(pack([Submit(request=odd)]))
+    whole = replace(REQUEST, sampling=Sampling(logit_bias=((1, 2),)))
+    [received] = unpack(pack([Submit(request=whole)]))
+    assert type(received.request.sampling.logit_bias[0][1]) is float
 
 
 def test_messages_come_back_equal_and_in_order() -> None:

@@ -23,7 +23,7 @@ from tests.unit.deployments.monitoring.test_dashboard_state import (
 )
 from triptych.cli.checks.validate import actors_of
 from triptych.core.config import AppConfig
-from triptych.core.errors import Overloaded, QueueFull, ShuttingDown
+from triptych.core.errors import Cancelled, Overloaded, QueueFull, ShuttingDown
 from triptych.core.layout import Geometry
 from triptych.core.messages import (
     Cancel,
@@ -41,6 +41,7 @@ from triptych.deployments.app import bind_deployments
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.monitoring.dashboard_state import merge_states
 from triptych.deployments.monitoring.status import Status
+from triptych.deployments.replicas import router_client
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterStats
 from triptych.deployments.transport.peer_channel import PeerChannel
@@ -232,6 +233,7 @@ class FakeShard:
     def __init__(self, plan: AppPlan) -> None:
         self.asked = dict[str, Request]()
         self.cancelled = set[str]()
+        self.submits = 0
         self.retry_after_s = 0.0
         """Above 0: it refuses everything."""
         self.peer_channel = PeerChannel(plan.router_address, self._receive, lambda _: None)
@@ -240,9 +242,11 @@ class FakeShard:
         for message in messages:
             if isinstance(message, Submit) and self.retry_after_s:
                 refusal = QueueFull(9, 9, self.retry_after_s)
-                self.peer_channel.post(sender, failed(message.request.id, refusal))
+                for request in message.requests:
+                    self.peer_channel.post(sender, failed(request.id, refusal))
             elif isinstance(message, Submit):
-                self.asked[message.request.id] = message.request
+                self.submits += 1
+                self.asked |= {request.id: request for request in message.requests}
             elif isinstance(message, Cancel):
                 self.cancelled |= set(message.requests)
 
@@ -337,6 +341,52 @@ async def test_conversations_keep_to_a_shard_and_a_routers_death_stays_in_its_ow
         tokens = [token for one in events if isinstance(one, Tokens) for token in one.tokens]
         assert tokens == [7, 8, 9, 5]
     assert set(front.engine.shards.held_bytes.values()) == {0}
+
+
+async def test_the_choices_of_a_request_are_one_message(front: Front) -> None:
+    bias = tuple((token, 1.0) for token in range(300))
+    requests = [
+        Request(
+            id=f"r-{index}",
+            prompt=(1, 2, index // 4),
+            sampling=Sampling(seed=index, max_tokens=4, logit_bias=bias),
+            reply_to=front.engine.address,
+            session="s",
+        )
+        for index in range(8)
+    ]
+
+    async def collected() -> list[Tokens | Failed]:
+        return [event async for event in front.engine.generate(requests)]
+
+    answer = asyncio.create_task(collected())
+    await until(lambda: sum(len(shard.asked) for shard in front.shards) == len(requests))
+    for shard in front.shards:  # the second one gets what is above the bound of the first
+        assert shard.submits == bool(shard.asked)
+        for name, received in shard.asked.items():
+            assert received in requests
+            shard.say(name, 5, finish="stop")
+    assert len(await answer) == len(requests)
+
+
+async def test_a_request_whose_client_does_not_read_is_cancelled(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_client, "MAX_EVENTS", 8)
+    request = Request(
+        id="r", prompt=(1,), sampling=Sampling(max_tokens=99), reply_to=front.engine.address
+    )
+    events = front.engine.generate([request])
+    first = asyncio.create_task(anext(events))
+    await until(lambda: bool(front.where("r")))
+    [index] = front.where("r")
+    for at in range(20):
+        front.shards[index].say("r", 5, at=at)
+    await first
+    await until(lambda: front.shards[index].cancelled == {"r"})
+    with pytest.raises(Cancelled, match="has not read 8 events"):
+        await anext(events)
+    assert not list(front.engine.attempts)
 
 
 async def test_the_same_conversation_comes_back_to_its_shard(front: Front) -> None:

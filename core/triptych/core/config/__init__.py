@@ -6,6 +6,7 @@ from triptych.core.config.ingress import IngressConfig
 from triptych.core.config.model import DType, ModelConfig
 from triptych.core.config.network import NetworkConfig
 from triptych.core.config.pool import PoolConfig
+from triptych.core.config.request_limits import RequestLimitsConfig
 from triptych.core.config.router import RouterConfig
 from triptych.core.config.stages import (
     ActorConfig,
@@ -34,6 +35,7 @@ __all__ = [
     "NetworkConfig",
     "PoolConfig",
     "PrefillConfig",
+    "RequestLimitsConfig",
     "RouterConfig",
     "SelectionConfig",
     "StepPluginConfig",

@@ -1,7 +1,8 @@
 """The HTTP ingress."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from triptych.core.config.request_limits import RequestLimitsConfig
 from triptych.core.config.values import MIB, require
 
 
@@ -35,6 +36,14 @@ class IngressConfig:
     """Seconds that running requests have to finish when the server stops or is redeployed. Those
     that remain end with an error event, or with 503. New requests get 503 meanwhile."""
 
+    write_timeout_s: float = 60.0
+    """Maximum time for a client to take one part of a stream; after it, the stream is closed and
+    its request is cancelled. It needs a server that reports when the client reads: gRPC, and HTTP
+    without Ray Serve's proxy in front."""
+
+    max_open_requests: int = 2048
+    """Completions in progress at one ingress replica over HTTP; further ones get 503."""
+
     api_keys: str = ""
     """File with the digests of API keys and the limits of each key; empty: no key is needed."""
 
@@ -57,6 +66,8 @@ class IngressConfig:
     """Whether clients with different keys share cached prefixes. Off by default: with it, a client
     could infer from its time to first token what other clients sent."""
 
+    limits: RequestLimitsConfig = field(default_factory=RequestLimitsConfig)
+
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "ingress.num_replicas", self.num_replicas, ">= 1")
         port, host = self.grpc_port, self.grpc_host
@@ -71,3 +82,6 @@ class IngressConfig:
         )
         grace_s = self.graceful_shutdown_timeout_s
         require(grace_s >= 0, "ingress.graceful_shutdown_timeout_s", grace_s, ">= 0")
+        seconds, opened = self.write_timeout_s, self.max_open_requests
+        require(seconds > 0, "ingress.write_timeout_s", seconds, "> 0")
+        require(opened >= 1, "ingress.max_open_requests", opened, ">= 1")

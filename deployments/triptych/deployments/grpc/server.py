@@ -5,7 +5,9 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import grpc
@@ -13,7 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from triptych.core.errors import ConfigError, TriptychError
+from triptych.core.errors import ConfigError
 from triptych.deployments.grpc.service import SERVICE, Service
 from triptych.deployments.http.limits import MAX_HEADER_BYTES
 from triptych.deployments.http.serving import OpenAIServing
@@ -27,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 2.0
 """Interval of health checks for a watching client."""
+MAX_WATCHERS = 16
+"""Health watchers of one connection."""
+MAX_CALLS = 4096
+"""Calls in progress, watchers included; further ones end with RESOURCE_EXHAUSTED."""
 MAX_STREAMS = 1024
 """Concurrent calls of one connection; more of them wait."""
 GRACE_S = 1.0
@@ -54,6 +60,7 @@ class GrpcServer:
         if not config.grpc_port:
             return
         server = grpc.aio.server(
+            maximum_concurrent_rpcs=MAX_CALLS,
             options=[
                 ("grpc.so_reuseport", 1),
                 ("grpc.max_receive_message_length", config.max_body_bytes),
@@ -61,7 +68,7 @@ class GrpcServer:
                 ("grpc.max_metadata_size", MAX_HEADER_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_HEADER_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
-            ]
+            ],
         )
         handlers = Service(self._serving).handlers()
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
@@ -91,6 +98,8 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def __init__(self, serving: OpenAIServing) -> None:
         self._serving = serving
+        self._watchers = Counter[str]()
+        """By client connection."""
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: "Context"
@@ -106,18 +115,28 @@ class Health(health_pb2_grpc.HealthServicer):
         if request.service not in {"", SERVICE, health.SERVICE_NAME}:
             yield health_pb2.HealthCheckResponse(status=states.SERVICE_UNKNOWN)
             return
+        peer = context.peer()
+        if self._watchers[peer] >= MAX_WATCHERS:
+            text = f"this connection has {MAX_WATCHERS} watchers already: share one"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        self._watchers[peer] += 1
+        try:
+            async with aclosing(self._changes()) as changes:
+                async for status in changes:
+                    yield health_pb2.HealthCheckResponse(status=status)
+        finally:
+            self._watchers -= Counter({peer: 1})  # without entries of zero
+
+    async def _changes(self) -> AsyncGenerator[int, None]:
         last = None
         while True:
             status = await self._status()
             if status != last:
-                yield health_pb2.HealthCheckResponse(status=status)
+                yield status
             last = status
             await asyncio.sleep(WATCH_S)
 
     async def _status(self) -> int:
         states = health_pb2.HealthCheckResponse.ServingStatus
-        try:
-            is_serving = (await self._serving.health()).ok
-        except TriptychError:
-            is_serving = False
+        is_serving = (await self._serving.health()).ok
         return states.SERVING if is_serving else states.NOT_SERVING

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from triptych.core.errors import DeadlineExceeded
+from triptych.core.errors import Cancelled, DeadlineExceeded
 from triptych.deployments.grpc import triptych_pb2 as pb
 from triptych.deployments.grpc.bodies import body_of, fill_message, parse
 from triptych.deployments.http.errors import MAX_MESSAGE_CHARS, ApiError, report
@@ -114,11 +114,21 @@ class Service:
             async with deadline(self._serving.config.request_timeout_s), aclosing(items):
                 async for choice, item in items:
                     for chunk in answer.chunks(choice, item):
-                        await context.write(
-                            fill_message(method.response(), chunk).SerializeToString()
-                        )
+                        await self._write(context, fill_message(method.response(), chunk))
                 last = fill_message(method.response(), answer.usage_chunk())
-                await context.write(last.SerializeToString())
+                await self._write(context, last)
+
+    async def _write(self, context: "Context", message: Message) -> None:
+        """Raises: Cancelled if the client does not take it"""
+        seconds = self._serving.config.write_timeout_s
+        scope = asyncio.timeout(seconds)
+        try:
+            async with scope:
+                await context.write(message.SerializeToString())
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise Cancelled(f"the client took nothing for {seconds:.0f} s") from error
 
     async def _begin(
         self, method: Method, data: bytes, context: "Context", options: Mapping[str, object]

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from triptych.core.errors import Overloaded, RequestError, RequestNotFound, TriptychError
 from triptych.deployments.http.dashboard import Dashboard, DashboardSource, no_dashboard
-from triptych.deployments.http.errors import ApiError, RequestFailed, report
+from triptych.deployments.http.errors import RETRY_AFTER_S, ApiError, RequestFailed, report
 from triptych.deployments.http.interfaces import (
     DecisionSource,
     NoDecisions,
@@ -34,6 +34,7 @@ from triptych.deployments.http.openai.protocol import (
 from triptych.deployments.http.openai.responses import ResponseBuilder
 from triptych.deployments.http.openapi import document
 from triptych.deployments.http.serving import PROBE_TIMEOUT_S, OpenAIServing
+from triptych.deployments.http.snapshots import Snapshot
 from triptych.deployments.http.stream import (
     KEEP_ALIVE_S,
     EventStream,
@@ -83,7 +84,11 @@ def create_app(
     routes.mount(app)
     for kind in (TriptychError, RequestFailed, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer_error)
-    app.add_middleware(LimitsMiddleware, max_body_bytes=serving.config.max_body_bytes)
+    app.add_middleware(
+        LimitsMiddleware,
+        max_body_bytes=serving.config.max_body_bytes,
+        max_open_requests=serving.config.max_open_requests,
+    )
     app.add_middleware(RequestIdMiddleware, send_request_id=send_request_id)
     return app
 
@@ -124,7 +129,7 @@ class RouteHandlers:
         self._codec = serving.codec
         self._request_builder = serving.request_builder
         self._config = serving.config
-        self._gauges = gauges
+        self._gauges = Snapshot(gauges, serving.probe_age_s)
         self._dashboard = dashboard
         self._decisions = decisions
         self._profile = profile
@@ -153,14 +158,17 @@ class RouteHandlers:
 
     async def chat(self, request: Request) -> Response:
         client, parent = self._client(request), request.headers.get("traceparent", "")
-        given = _with_session(request, await read_json(request))
+        given = _with_session(request, await self._read(request))
         return await self._answer(request, client, await self._serving.chat(given, client, parent))
 
     async def completions(self, request: Request) -> Response:
         client, parent = self._client(request), request.headers.get("traceparent", "")
-        given = _with_session(request, await read_json(request))
+        given = _with_session(request, await self._read(request))
         answer = await self._serving.completion(given, client, parent)
         return await self._answer(request, client, answer)
+
+    async def _read(self, request: Request) -> dict[str, object]:
+        return await read_json(request, self._config.limits)
 
     def _client(self, request: Request) -> Client:
         return self._serving.keys.client(request.headers.get("authorization", ""))
@@ -173,6 +181,7 @@ class RouteHandlers:
             return EventStream(
                 events,
                 timeout_s=timeout_s,
+                write_timeout_s=self._config.write_timeout_s,
                 keep_alive_s=self._keep_alive_s,
                 headers=answer.first_headers(),
             )
@@ -208,7 +217,7 @@ class RouteHandlers:
 
     async def tokenize(self, request: Request) -> Response:
         self._client(request)
-        body = validate(TokenizeBody, await read_json(request))
+        body = await self._serving.checked(TokenizeBody, await self._read(request))
         self._request_builder.check_model(body.model)
         tokens = await self._tokens(body)
         answer: dict[str, object] = {
@@ -221,18 +230,21 @@ class RouteHandlers:
         return JsonResponse(answer)
 
     async def _tokens(self, body: TokenizeBody) -> list[int]:
+        most = self._config.limits.max_json_values
         match body:
             case TokenizeBody(prompt=str(prompt), messages=None):
                 self._codec.check_length(len(prompt), "prompt")
-                return await self._codec.encode(prompt, add_special_tokens=body.add_special_tokens)
+                return await self._codec.encode(
+                    prompt, add_special_tokens=body.add_special_tokens, max_tokens=most
+                )
             case TokenizeBody(prompt=None, messages=list(messages)):
-                return await self._request_builder.encode_messages(messages, body)
+                return await self._request_builder.encode_messages(messages, body, max_tokens=most)
             case _:
                 raise RequestError("give either prompt or messages", "prompt")
 
     async def detokenize(self, request: Request) -> Response:
         self._client(request)
-        body = validate(DetokenizeBody, await read_json(request))
+        body = await self._serving.checked(DetokenizeBody, await self._read(request))
         self._request_builder.check_model(body.model)
         self._request_builder.check_token_ids(body.tokens, "tokens")
         return JsonResponse({"prompt": await self._codec.decode(body.tokens)})
@@ -247,7 +259,9 @@ class RouteHandlers:
         if state.ok:
             return Response()
         kind, code = "service_unavailable", "overloaded"
-        return ApiError(status=503, message=state.reason, kind=kind, code=code).response()
+        return ApiError(
+            status=503, message=state.reason, kind=kind, code=code, retry_after_s=RETRY_AFTER_S
+        ).response()
 
     async def load(self) -> Response:
         """Responses in progress, in vLLM's format."""
@@ -257,7 +271,7 @@ class RouteHandlers:
         gauges: Mapping[str, float] = {}
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                gauges = await self._gauges()
+                gauges = await self._gauges.get()
         except (TimeoutError, TriptychError) as error:
             logger.warning("metrics of other parts are missing: %s", error)
         text = self._serving.metrics.exposition(gauges)
@@ -285,7 +299,7 @@ class RouteHandlers:
     async def profile(self, request: Request) -> Response:
         """Profile the next steps of the workers."""
         self._admin(request)
-        body = validate(ProfileBody, await read_json(request))
+        body = validate(ProfileBody, await self._read(request))
         reports = await self._profile(body.steps, body.seconds, trace=body.trace)
         return JsonResponse({"object": "profile", "workers": [*reports]})
 
@@ -304,9 +318,10 @@ class RouteHandlers:
 
     async def dashboard_state(self, request: Request) -> Response:
         # The page polls every second, which must not use up the rate limit of its key.
-        self._serving.keys.client(request.headers.get("authorization", ""), counts=False)
+        given = request.headers.get("authorization", "")
+        client = self._serving.keys.client(given, counts=False)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                return await self._dashboard.state()
+                return await self._dashboard.state(client.seen_tenant)
         except TimeoutError as error:
             raise Overloaded("the router does not answer") from error

@@ -1,21 +1,24 @@
 """The dashboard: one self-contained HTML page, and the snapshots that it draws."""
 
-import asyncio
 import base64
 import hashlib
 import re
 import secrets
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, cast
 
 from starlette.responses import Response
 
 from triptych.deployments.http.interfaces import ModelCard
 from triptych.deployments.http.json_frames import JsonResponse
 from triptych.deployments.http.metrics import IngressMetrics
+from triptych.deployments.http.snapshots import Snapshot
 
 DashboardSource = Callable[[], Awaitable[Mapping[str, object]]]
 """Fetches the state of routers, pools and workers, as JSON of bounded size."""
@@ -57,6 +60,39 @@ def content_policy(page: str) -> str:
     )
 
 
+def shown_to(tenant: str | None, state: Mapping[str, object]) -> dict[str, object]:
+    """The part of a snapshot that a tenant may see; None: an operator, who sees all.
+
+    Sums over all tenants stay.
+    """
+    rows = cast("Sequence[Mapping[str, object]]", state.get("requests") or ())
+    mine = [row for row in rows if tenant is None or row.get("tenant") == tenant]
+    shown = dict(state)
+    if "requests" in state:
+        shown["requests"] = [{k: v for k, v in row.items() if k != "tenant"} for row in mine]
+    if tenant is not None and state.get("map"):
+        numbers = {cast("int", row["number"]) % 2**16 for row in mine}
+        shown["map"] = _without_others(cast("Mapping[str, Any]", state["map"]), numbers)
+    return shown
+
+
+def _without_others(page_map: Mapping[str, Any], numbers: Set[int]) -> dict[str, object]:
+    """The map of pages without the numbers of requests that are not in ``numbers``."""
+    stock = page_map["kinds"].index("stock")  # its owners are workers
+    owners = array("H", base64.b64decode(page_map["owner_of"]))
+    if sys.byteorder == "big":
+        owners.byteswap()
+    kinds = base64.b64decode(page_map["kind_of"])
+    kept = (
+        owner if kind == stock or owner in numbers else 0
+        for owner, kind in zip(owners, kinds, strict=True)
+    )
+    data = array("H", kept)
+    if sys.byteorder == "big":
+        data.byteswap()
+    return {**page_map, "owner_of": base64.b64encode(data.tobytes()).decode("ascii")}
+
+
 @dataclass
 class Dashboard:
     """Serves the page and its snapshots."""
@@ -67,11 +103,9 @@ class Dashboard:
     clock: Callable[[], float] = time.monotonic
     name: str = field(default_factory=lambda: secrets.token_hex(4))
     """Identifies this ingress replica, since each has counters of its own."""
-    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _snapshot: Mapping[str, object] = field(default_factory=dict[str, object])
-    _taken_s: float = float("-inf")
 
     def __post_init__(self) -> None:
+        self._snapshot = Snapshot(self._take, MAX_AGE_S, self.clock)
         page = PAGE.read_text(encoding="utf-8")
         self._page = page.encode()
         self._headers = {
@@ -85,16 +119,16 @@ class Dashboard:
         """The page itself. It holds no data, so it needs no key."""
         return Response(self._page, media_type="text/html", headers=self._headers)
 
-    async def state(self) -> Response:
+    async def state(self, tenant: str | None = None) -> Response:
         """The current snapshot, at most ``MAX_AGE_S`` old.
+
+        ``tenant``: show the requests of this tenant only, and no other tenant's pages in the map;
+        None: all.
 
         Raises: Overloaded if the router does not answer
         """
-        async with self._asking:
-            if self.clock() - self._taken_s > MAX_AGE_S:
-                self._snapshot = await self._take()
-                self._taken_s = self.clock()
-        return JsonResponse(self._snapshot, headers={"cache-control": "no-store"})
+        shown = shown_to(tenant, await self._snapshot.get())
+        return JsonResponse(shown, headers={"cache-control": "no-store"})
 
     async def _take(self) -> Mapping[str, object]:
         state = await self.source()

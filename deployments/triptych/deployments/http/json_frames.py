@@ -8,7 +8,9 @@ from typing import NoReturn, cast
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from triptych.core.config import RequestLimitsConfig
 from triptych.core.errors import BodyTooSlow, Cancelled, RequestError
+from triptych.deployments.http.openai.body_limits import check_json_size
 
 BODY_TIMEOUT_S = 30.0
 """Seconds in which a whole body must arrive, so that slow clients do not hold connections."""
@@ -38,11 +40,12 @@ class JsonResponse(Response):
         super().__init__(dump_json(content), status, headers)
 
 
-async def read_json(request: Request) -> dict[str, object]:
+async def read_json(request: Request, limits: RequestLimitsConfig) -> dict[str, object]:
     """Read a request's body as one JSON object.
 
     Raises: RequestError for a wrong content type or encoding, for anything that is not
-        a JSON object in UTF-8; BodyTooSlow; Cancelled if the client went away
+        a JSON object in UTF-8, or has more values than ``limits``; BodyTooSlow; Cancelled if the
+        client went away
     """
     _check_headers(request)
     try:
@@ -52,6 +55,7 @@ async def read_json(request: Request) -> dict[str, object]:
         raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
     except ClientDisconnect as error:
         raise Cancelled("the client went away while it sent the body") from error
+    await check_json_size([body], limits)
     return parse_json(body)
 
 

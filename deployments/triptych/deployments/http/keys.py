@@ -84,13 +84,12 @@ class Client:
     """The client of one key, and its current use. Each ingress replica counts on its own."""
 
     tenant: str
-    """Digest of the tenant that the requests count for; empty: that of all clients without key."""
+    """Digest of the tenant that fair queueing and quotas count for; empty: the only one."""
+    salt: str
+    """Digest of the clients that share cached prefixes; empty: those without a credential."""
     key: Key | None = None
     refused: Callable[[], None] | None = None
     """Called for each request that exceeds a limit of the key."""
-    cache_owner: str = ""
-    """Digest of a credential that no file knows: it makes no tenant, but cached prefixes are shared
-    only among requests with the same one."""
     clock: Callable[[], float] = time.monotonic
     running: int = 0
     _allowance: float = 0.0
@@ -100,6 +99,11 @@ class Client:
     def weight(self) -> float:
         """Share of the server relative to other clients."""
         return self.key.weight if self.key else 1.0
+
+    @property
+    def seen_tenant(self) -> str | None:
+        """The tenant whose requests it may watch; None: those of all tenants."""
+        return None if self.key is None or self.key.admin else self.tenant
 
     def count(self, requests: int = 1) -> None:
         """Count requests against the rate limit.
@@ -157,9 +161,18 @@ class Client:
         return TooManyRequests(limit, pause_s)
 
 
+NO_CLIENT = Client("", "")
+"""A client without a credential, where no key is needed."""
+
+
 @dataclass
 class KeyRing:
-    """The keys of a file. Without one all requests are allowed, and all are of one tenant."""
+    """The keys of a file. Without one all requests are allowed, and all are of one tenant.
+
+    A credential that nobody checks makes no tenant: whoever sends a new one with each request
+    would have a share of the server for each. Cached prefixes are still shared only between equal
+    credentials, since a proxy in front may have checked them.
+    """
 
     path: Path | None = None
     clock: Callable[[], float] = time.monotonic
@@ -183,8 +196,7 @@ class KeyRing:
         scheme, _, secret = authorization.strip().partition(" ")
         secret = secret.strip()
         if self.path is None:
-            owner = _digest(f"{scheme.lower()} {secret}") if scheme else ""
-            return Client("", cache_owner=owner)
+            return Client("", _digest(f"{scheme.lower()} {secret}") if scheme else "")
         self._reload_if_changed(self.path)
         # Looked up by digest, so that the time of the lookup reveals nothing about the keys.
         found = self._clients.get(_digest(secret)) if scheme.lower() == "bearer" else None
@@ -227,8 +239,10 @@ class KeyRing:
         self._clients = {}
         for digest, key in keys.items():
             tenant = _digest(f"name {key.name}")
-            client = previous.get(digest) or Client(tenant, refused=self.refused, clock=self.clock)
-            client.tenant, client.key = tenant, key
+            client = previous.get(digest) or Client(
+                tenant, tenant, refused=self.refused, clock=self.clock
+            )
+            client.tenant, client.salt, client.key = tenant, tenant, key
             self._clients[digest] = client
 
 

@@ -1,4 +1,4 @@
-"""ASGI middleware: request ids, a handler for uncaught errors, and bounds on request sizes."""
+"""ASGI middleware: request ids, a handler for uncaught errors, bounds on requests."""
 
 import logging
 import re
@@ -7,7 +7,13 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from triptych.core.errors import BodyTooLarge, HeadersTooLarge, RequestError
+from triptych.core.errors import (
+    BodyTooLarge,
+    HeadersTooLarge,
+    Overloaded,
+    RequestError,
+    TriptychError,
+)
 from triptych.deployments.http.errors import describe, report
 
 logger = logging.getLogger(__name__)
@@ -81,19 +87,30 @@ def _until_disconnected(receive: Receive, name: str) -> Receive:
 
 
 class LimitsMiddleware:
-    """Rejects requests whose URL, headers or body are too large, before they fill memory.
+    """Rejects requests that are too many, or whose URL, headers or body are too large.
 
     Ray Serve's proxy bounds none of these. The body is counted as it arrives, so the limit also
     holds with a false or missing Content-Length.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, max_open_requests: int) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._max_open_requests = max_open_requests
+        self._open_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        if scope["method"] != "POST":
+            return await self._within_limits(scope, receive, send)
+        self._open_requests += 1
+        try:
+            await self._within_limits(scope, receive, send)
+        finally:
+            self._open_requests -= 1
+
+    async def _within_limits(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
         if refusal is not None:
             # The rest of the request stays unread, so this connection cannot be used again.
@@ -117,7 +134,10 @@ class LimitsMiddleware:
 
         return await self._app(scope, receive_counted, send_closing)
 
-    def _refusal(self, scope: Scope) -> RequestError | None:
+    def _refusal(self, scope: Scope) -> TriptychError | None:
+        if self._open_requests > self._max_open_requests:
+            most = self._max_open_requests
+            return Overloaded(f"{most} requests are open already (ingress.max_open_requests)")
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         header_bytes = sum(len(name) + len(value) for name, value in headers)
         url_bytes = len(scope.get("raw_path") or b"") + len(scope["query_string"])

@@ -6,14 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from triptych.core.config import IngressConfig
-from triptych.core.errors import Overloaded
+from triptych.core.errors import Overloaded, TriptychError
 from triptych.core.messages import Tokens
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
 from triptych.deployments.http.keys import Client, KeyRing
 from triptych.deployments.http.metrics import IngressMetrics
+from triptych.deployments.http.openai.body_limits import (
+    check_counts,
+    check_json_size,
+    embedded_json,
+)
 from triptych.deployments.http.openai.protocol import (
     B,
+    Body,
     ChatBody,
     CompletionBody,
     check_known,
@@ -27,12 +33,15 @@ from triptych.deployments.http.openai.responses import (
     CompletionResponseBuilder,
     ResponseBuilder,
 )
+from triptych.deployments.http.snapshots import Snapshot
 from triptych.deployments.http.stream import follow
 from triptych.deployments.http.tokenizer import TextCodec, Tokenizer
 from triptych.deployments.monitoring.tracing import valid_parent
 
 PROBE_TIMEOUT_S = 3.0
 """Seconds that ``/health`` and ``/metrics`` wait for other parts."""
+PROBE_AGE_S = 1.0
+"""Age up to which the result of a probe is reused; each costs a call to the router."""
 
 
 class OpenAIServing:
@@ -49,6 +58,7 @@ class OpenAIServing:
         model: ModelCard,
         config: IngressConfig,
         metrics: IngressMetrics | None = None,
+        probe_age_s: float = PROBE_AGE_S,
     ) -> None:
         self.engine = engine
         self.model = model
@@ -58,6 +68,8 @@ class OpenAIServing:
             engine=engine, codec=self.codec, model=model, config=config
         )
         self.metrics = metrics or IngressMetrics()
+        self.probe_age_s = probe_age_s
+        self._health = Snapshot(self._probe, probe_age_s)
         path = Path(config.api_keys) if config.api_keys else None
         self.keys = KeyRing(path, refused=self.metrics.refuse)
 
@@ -68,10 +80,10 @@ class OpenAIServing:
 
         Raises: RequestError naming the field that is wrong or cannot be served
         """
-        body = self._checked(ChatBody, given)
-        job = await self.request_builder.chat(body, client.tenant, client.weight)
-        job = _traced(self._isolated(job, client), traceparent)
-        answer = ChatResponseBuilder(job, self.codec)
+        self._check_known(ChatBody, given)
+        body = await self.checked(ChatBody, given)
+        job = await self.request_builder.chat(body, client)
+        answer = ChatResponseBuilder(_traced(job, traceparent), self.codec)
         answer.warning = warnings_of(ChatBody, given)
         return answer
 
@@ -82,24 +94,24 @@ class OpenAIServing:
 
         Raises: RequestError naming the field that is wrong or cannot be served
         """
-        body = self._checked(CompletionBody, given)
-        job = await self.request_builder.completion(body, client.tenant, client.weight)
-        job = _traced(self._isolated(job, client), traceparent)
-        answer = CompletionResponseBuilder(job, self.codec)
+        self._check_known(CompletionBody, given)
+        body = await self.checked(CompletionBody, given)
+        job = await self.request_builder.completion(body, client)
+        answer = CompletionResponseBuilder(_traced(job, traceparent), self.codec)
         answer.warning = warnings_of(CompletionBody, given)
         return answer
 
-    def _isolated(self, job: Job, client: Client) -> Job:
-        """Keep the cached prefixes of credentials apart that no key file knows."""
-        owner = "" if self.config.share_prefixes else client.cache_owner
-        if not owner:
-            return job
-        requests = (replace(one, cache_salt=f"{owner}{one.cache_salt}") for one in job.requests)
-        return replace(job, requests=tuple(requests))
-
-    def _checked(self, kind: type[B], given: Mapping[str, object]) -> B:
+    def _check_known(self, kind: type[Body], given: Mapping[str, object]) -> None:
         if self.config.strict_params:
             check_known(kind, given)
+
+    async def checked(self, kind: type[B], given: Mapping[str, object]) -> B:
+        """Validate a body, if it is within ``ingress.limits``.
+
+        Raises: RequestError naming the field that is wrong, or the limit
+        """
+        check_counts(given, self.config.limits)
+        await check_json_size(embedded_json(given), self.config.limits)
         return validate(kind, given)
 
     def run(
@@ -113,12 +125,17 @@ class OpenAIServing:
         return client.run(items, len(answer.job.requests))
 
     async def health(self) -> Health:
-        """Whether a request sent now would be served."""
+        """Whether a request would be served, as of the last ``PROBE_AGE_S``."""
+        return await self._health.get()
+
+    async def _probe(self) -> Health:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 return await self.engine.health()
         except TimeoutError:
             return Health(ok=False, reason="the engine does not answer")
+        except TriptychError as error:
+            return Health(ok=False, reason=str(error))
 
     async def check_ready(self) -> None:
         """Raises: Overloaded if a request sent now would not be served"""

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 10.0
 """Interval of comments in a silent stream, so that proxies do not close it."""
 
+MAX_UNSENT_BYTES = 1 << 20
+"""Events that wait for a slow client; with more, its tokens stay in the engine's queue."""
+
 T = TypeVar("T")
 
 
@@ -119,12 +122,17 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+class ClientStalled(Cancelled):
+    """The client does not read its stream any more."""
+
+
 class EventStream(Response):
     """Server-sent events; the HTTP status is sent with the first event.
 
     An error before the first event becomes an HTTP status, a later one an ``error`` event. Events
     that queue up for a slow client are sent in one write. If there is no event for a while, the
-    response starts with a comment, and later errors are events.
+    response starts with a comment, and later errors are events. A client that does not take a
+    write within ``write_timeout_s`` counts as gone.
     """
 
     media_type = "text/event-stream"
@@ -134,6 +142,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         *,
         timeout_s: float,
+        write_timeout_s: float,
         keep_alive_s: float = KEEP_ALIVE_S,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -143,64 +152,99 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         self._events = events
         self._timeout_s = timeout_s
+        self._write_timeout_s = write_timeout_s
         self._keep_alive_s = keep_alive_s
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_disconnected(receive, self._run(request_id(scope), send))
-        except Cancelled:
+        except Cancelled as gone:
             if not self._started:
                 raise
-            logger.info("request %s: the client went away", request_id(scope))
+            logger.info("request %s: %s", request_id(scope), gone)
 
     async def _run(self, name: str, send: Send) -> None:
         try:
             await self._relay(send)
+        except ClientStalled:  # nothing can be written any more
+            raise
         except Exception as error:
             if not self._started:
                 raise
             await self._write(send, event(report(error, name).body) + DONE, last=True)
 
     async def _relay(self, send: Send) -> None:
-        ready: list[bytes] = []
-        wake = asyncio.Event()
-        producer = asyncio.ensure_future(self._produce(ready, wake))
+        ready = Unsent()
+        wake = ready.filled
+        producer = asyncio.ensure_future(self._produce(ready))
         producer.add_done_callback(lambda _: wake.set())
         try:
             while not producer.done():
                 woken = await _wait(wake, self._keep_alive_s)
                 wake.clear()
                 if ready and not producer.done():
-                    await self._write(send, _take(ready))
+                    await self._write(send, ready.take())
                 elif not woken:
                     await self._write(send, KEEP_ALIVE)
             if ready and producer.exception():
-                await self._write(send, _take(ready))
+                await self._write(send, ready.take())
             await producer
-            await self._write(send, _take(ready) + DONE, last=True)
+            await self._write(send, ready.take() + DONE, last=True)
         finally:
             producer.cancel()
             await asyncio.gather(producer, return_exceptions=True)
 
-    async def _produce(self, ready: list[bytes], wake: asyncio.Event) -> None:
+    async def _produce(self, ready: "Unsent") -> None:
         async with deadline(self._timeout_s), aclosing(self._events) as events:
             async for frame in events:
-                ready.append(frame)
-                wake.set()
+                await ready.put(frame)
 
     async def _write(self, send: Send, data: bytes, *, last: bool = False) -> None:
-        if not self._started:
-            self._started = True
-            headers = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await send(headers)
-        await send({"type": "http.response.body", "body": data, "more_body": not last})
+        scope = asyncio.timeout(self._write_timeout_s)
+        try:
+            async with scope:
+                if not self._started:
+                    self._started = True
+                    start = {"type": "http.response.start", "status": 200}
+                    await send({**start, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": data, "more_body": not last})
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            text = f"the client took nothing for {self._write_timeout_s:.0f} s"
+            raise ClientStalled(text) from error
 
 
-def _take(ready: list[bytes]) -> bytes:
-    data = b"".join(ready)
-    ready.clear()
-    return data
+class Unsent:
+    """Events that wait to be written, up to ``MAX_UNSENT_BYTES``."""
+
+    def __init__(self) -> None:
+        self._frames = list[bytes]()
+        self._bytes = 0
+        self.filled = asyncio.Event()
+        """Set when there is an event."""
+        self._emptied = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._frames)
+
+    async def put(self, frame: bytes) -> None:
+        """Add an event, and wait while there are too many."""
+        self._frames.append(frame)
+        self._bytes += len(frame)
+        self.filled.set()
+        while self._bytes > MAX_UNSENT_BYTES:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def take(self) -> bytes:
+        """All events that wait."""
+        data = b"".join(self._frames)
+        self._frames.clear()
+        self._bytes = 0
+        self._emptied.set()
+        return data
 
 
 async def _wait(wake: asyncio.Event, seconds: float) -> bool:

@@ -4,16 +4,26 @@ import asyncio
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Protocol, TypeVar, cast
 
 from jinja2 import TemplateError
 
-from triptych.core.errors import PromptTooLong, RequestError, Unsupported
+from triptych.core.errors import Overloaded, PromptTooLong, RequestError, Unsupported
 from triptych.workers.sampling.token_bytes import piece_bytes
 
 INLINE_CHARS = 2048
 """Texts up to this length are tokenized on the event loop, as a thread would cost more."""
+
+LONGEST_CHARS = 128 << 10
+"""Longer texts wait for each other; they take 0.1 s and more."""
+MAX_WAITING = 256
+"""Long texts that wait for a thread at most."""
+HEAD_CHARS = 32 << 10
+"""A text that is much longer than its context, and than this, is first encoded in part."""
+CUT_TOKENS = 64
+"""Tokens that a text may have more where it is cut."""
 
 T = TypeVar("T")
 
@@ -70,18 +80,57 @@ class TextCodec:
         vocab = tokenizer.get_vocab()
         self._widest_chars = max(map(len, vocab), default=1)
         self._byte_level = "Ġ" in vocab
+        self._threads = LongTexts()
 
     @property
     def vocab_tokens(self) -> int:
         return len(self._tokenizer)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a raw prompt."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Encode a raw prompt; ``max_tokens``: refuse it if it has more.
 
-        def encode() -> list[int]:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        Raises: PromptTooLong; Overloaded
+        """
+        encoded = await self.encode_all(
+            [text], add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
+        return encoded[0]
 
-        return await _off_loop(len(text), encode)
+    async def encode_all(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+    ) -> list[list[int]]:
+        """Encode raw prompts; ``max_tokens``: refuse one that has more.
+
+        Raises: PromptTooLong; Overloaded
+        """
+
+        def encode() -> list[list[int]]:
+            return [self._encode(text, add_special_tokens, max_tokens) for text in texts]
+
+        return await self._threads.run(sum(map(len, texts)), encode)
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
+        """Encode a text, but not the whole of one whose beginning has too many tokens."""
+        head = _head_of(len(text), max_tokens)
+        if max_tokens is not None and head:
+            ids = self._tokenizer.encode(text[:head], add_special_tokens=False)
+            self._check_tokens(len(ids) - CUT_TOKENS, max_tokens, "prompt")
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_tokens(self, least: int, most: int, param: str) -> None:
+        """Raises: PromptTooLong if the beginning of a text has too many tokens"""
+        if least > most:
+            raise PromptTooLong(
+                f"This model's maximum context length is {self._context_tokens} tokens. However, "
+                f"your {param} has more than {least} tokens. Please reduce its length.",
+                param,
+            )
 
     async def encode_chat(
         self,
@@ -90,22 +139,25 @@ class TextCodec:
         add_generation_prompt: bool = True,
         continue_final: bool = False,
         options: Mapping[str, bool] = MappingProxyType({}),
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Render messages with the model's chat template and encode the result.
 
         ``continue_final`` leaves out what the template has after the text of the last message;
-        ``options`` are variables of the template.
+        ``options`` are variables of the template; ``max_tokens``: refuse messages that have more.
 
-        Raises: RequestError if the template refuses the messages; Unsupported if the model
-            has no template
+        Raises: RequestError if the template refuses the messages; PromptTooLong; Overloaded;
+            Unsupported if the model has no template
         """
         if self._tokenizer.chat_template is None:
             raise Unsupported("this model has no chat template: use /v1/completions", "messages")
 
         def encode() -> list[int]:
-            return self._encode_chat(messages, add_generation_prompt, continue_final, options)
+            return self._encode_chat(
+                messages, add_generation_prompt, continue_final, options, max_tokens
+            )
 
-        return await _off_loop(sum(len(m["content"]) for m in messages), encode)
+        return await self._threads.run(sum(len(m["content"]) for m in messages), encode)
 
     def _encode_chat(
         self,
@@ -113,6 +165,7 @@ class TextCodec:
         add_generation_prompt: bool,
         continue_final: bool,
         options: Mapping[str, bool],
+        max_tokens: int | None,
     ) -> list[int]:
         mark = f"\ue000{secrets.token_hex(8)}\ue000"
         marked = [{**m, "content": self._cut_special(m["content"], mark)} for m in messages]
@@ -133,8 +186,11 @@ class TextCodec:
             )
             raise RequestError(reason, "continue_final_message")
         ids: list[int] = []
+        is_long = _head_of(len(rendered), max_tokens) > 0
         for piece in rendered.split(mark):
-            ids += self._tokenizer.encode(piece, add_special_tokens=False)
+            ids += self._encode(piece, False, max_tokens)
+            if is_long and max_tokens is not None:
+                self._check_tokens(len(ids), max_tokens, "messages")
         return ids
 
     def _cut_special(self, text: str, mark: str) -> str:
@@ -169,7 +225,7 @@ class TextCodec:
         def decode() -> str:
             return cast("str", self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-        return await _off_loop(len(ids), decode)
+        return await self._threads.run(len(ids), decode)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The tokens' strings in the vocabulary."""
@@ -186,6 +242,38 @@ class TextCodec:
         return token in self._special_ids
 
 
-async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread if it is long, so that other streams go on meanwhile."""
-    return work() if size <= INLINE_CHARS else await asyncio.to_thread(work)
+def _head_of(chars: int, max_tokens: int | None) -> int:
+    """Characters to encode first of a text that is likely to have too many tokens; else 0."""
+    head = HEAD_CHARS + 4 * (max_tokens or 0)
+    return head if max_tokens is not None and chars > 1.5 * head else 0
+
+
+class LongTexts:
+    """Threads for texts that would hold the event loop for long.
+
+    They are few, since other work needs the cores as well; the longest texts have one of their
+    own, so that others do not wait for them. What waits is bounded.
+    """
+
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self._max_waiting = max_waiting
+        self._long = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._longest = ThreadPoolExecutor(1, thread_name_prefix="long-tokenizer")
+        self._waiting = 0
+        """Texts that wait for a thread, or are in one."""
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """Run ``work``, in a thread if ``size`` is large.
+
+        Raises: Overloaded if too much waits for a thread
+        """
+        if size <= INLINE_CHARS:
+            return work()
+        if self._waiting >= self._max_waiting:
+            raise Overloaded(f"{self._waiting} long prompts wait to be tokenized")
+        self._waiting += 1
+        try:
+            executor = self._longest if size > LONGEST_CHARS else self._long
+            return await asyncio.get_running_loop().run_in_executor(executor, work)
+        finally:
+            self._waiting -= 1

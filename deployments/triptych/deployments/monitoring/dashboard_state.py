@@ -45,7 +45,10 @@ class DashboardState:
     """Index of the shard that this is the state of."""
 
     def json(self) -> Json:
-        """The snapshot as JSON; requests are numbered, so that no request id leaves the server."""
+        """The snapshot as JSON; requests are numbered, so that no request id leaves the server.
+
+        Each request has its ``tenant``, by which the ingress selects what a client may see.
+        """
         pool = self._pool_stats()
         numbers = {trace.request: self._number(trace) for trace in self.traces}
         return {
@@ -221,6 +224,7 @@ def _trace(trace: RequestTrace, number: int, now: float) -> Json:
     report = trace.report
     return {
         "number": number,
+        "tenant": trace.tenant,
         "attempt": trace.attempt,
         "prompt_tokens": trace.prompt_tokens,
         "max_tokens": trace.max_tokens,

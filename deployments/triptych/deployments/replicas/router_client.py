@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from triptych.core.errors import Overloaded, ShuttingDown, StageLost, TriptychError
+from triptych.core.errors import Cancelled, Overloaded, ShuttingDown, StageLost, TriptychError
 from triptych.core.messages import (
     Drain,
     Failed,
@@ -39,6 +39,9 @@ CONFIRM_S = 5.0
 """Interval at which routers are asked about attempts that do not."""
 ROUTER_GRACE_S = 30.0
 """How long requests wait for a router to be restarted, if there is no other one."""
+
+MAX_EVENTS = 16_384
+"""Events that wait for one client at most; each is a token or more."""
 
 Event = Tokens | Failed
 
@@ -100,16 +103,28 @@ class RouterClient:
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
         """Yield tokens of all the requests as they arrive; closing it cancels what still runs.
 
-        Raises: ShuttingDown
+        Raises: ShuttingDown; Cancelled if ``MAX_EVENTS`` of them wait, since the client reads too
+            slowly
         """
         if self._links.are_draining:
             raise ShuttingDown
         events = asyncio.Queue[Event]()
-        running = {r.id: self.attempts.start(r, events.put_nowait) for r in requests}
-        for attempts in running.values():
-            self._submit(attempts)
+        is_stalled = False
+
+        def tell(event: Event) -> None:
+            nonlocal is_stalled
+            if events.qsize() < MAX_EVENTS:
+                events.put_nowait(event)
+            elif not is_stalled:
+                is_stalled = True
+                self._abort(list(running.values()))
+
+        running = {r.id: self.attempts.start(r, tell) for r in requests}
+        self._submit(list(running.values()))
         try:
             while running:
+                if is_stalled:
+                    raise Cancelled(f"the client has not read {MAX_EVENTS} events")
                 event = await events.get()
                 if isinstance(event, Failed) or event.finish is not None:
                     del running[event.request]
@@ -142,7 +157,7 @@ class RouterClient:
             self._end(attempts)
         elif attempts.is_at_window_end:
             self.attempts.again(attempts)
-            self._submit(attempts)
+            self._submit([attempts])
         elif attempts.is_torn:
             self._torn(attempts)
 
@@ -177,9 +192,10 @@ class RouterClient:
 
     def _on_undeliverable(self, message: Message, error: TriptychError) -> None:
         """A router cannot take a message; if it is a request, that one fails."""
-        if isinstance(message, Submit) and (attempts := self.attempts.get(message.request.id)):
-            self._end(attempts)
-            attempts.fail(failed(attempts.id, error))
+        for request in message.requests if isinstance(message, Submit) else ():
+            if attempts := self.attempts.get(request.id):
+                self._end(attempts)
+                attempts.fail(failed(attempts.id, error))
 
     def _failed(self, attempts: RequestAttempts, failure: Failed) -> None:
         if failure.resumable and self.attempts.again(attempts):
@@ -201,16 +217,15 @@ class RouterClient:
     def _submit_later(self, attempts: RequestAttempts, attempt: str) -> None:
         def submit() -> None:
             if self.attempts.get(attempt) is attempts:  # its client still waits for it
-                self._submit(attempts)
+                self._submit([attempts])
 
         asyncio.get_running_loop().call_later(attempts.delay_s, submit)
 
-    def _submit(self, attempts: RequestAttempts) -> None:
-        """Send the present attempt to a router, now or when one is connected."""
-        if self._links.submit(attempts):
-            return
-        self._unsent[attempts.request.id] = attempts
-        if self._grace is None:
+    def _submit(self, attempts: Sequence[RequestAttempts]) -> None:
+        """Send the present attempts to routers, now or when one is connected."""
+        unsent = self._links.submit(attempts)
+        self._unsent.update((one.request.id, one) for one in unsent)
+        if unsent and self._grace is None:
             later = asyncio.get_running_loop().call_later
             self._grace = later(ROUTER_GRACE_S, self._fail_unsent)
 
@@ -229,8 +244,7 @@ class RouterClient:
         self._links.peer_lost(address)
 
     def _on_router_found(self) -> None:
-        for attempts in self._take_unsent():
-            self._submit(attempts)
+        self._submit(self._take_unsent())
 
     def _on_router_lost(self, shard: str) -> None:
         if self._links.are_draining:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from triptych.core.messages import Cancel, Confirm, Register, Request, Submit
+from triptych.core.messages import Cancel, Confirm, Register, Request, Submit, submits
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
@@ -82,21 +82,28 @@ class ShardLinks:
             if link.is_up:
                 link.post(Confirm(requests=tuple(there)))
 
-    def submit(self, attempts: RequestAttempts) -> bool:
-        """Send the present attempt to a router; False while no router is connected."""
-        request = attempts.present()
-        key = key_of(attempts.request, self._pages)
-        shard = self._shards.place(attempts.request.id, key, bytes_of(request, self._pages))
-        return self._send(shard, request)
+    def submit(self, attempts: Sequence[RequestAttempts]) -> list[RequestAttempts]:
+        """Send the present attempts to routers; returns those for which none is connected."""
+        by_shard, unsent = dict[str, list[Request]](), list[RequestAttempts]()
+        for one in attempts:
+            request = one.present()
+            key = key_of(one.request, self._pages)
+            shard = self._shards.place(one.request.id, key, bytes_of(request, self._pages))
+            if shard is None:
+                unsent.append(one)
+            else:
+                by_shard.setdefault(shard, []).append(request)
+        for shard, requests in by_shard.items():
+            for message in submits(requests):
+                self._links[shard].post(message)
+        return unsent
 
     def resubmit(self, attempts: RequestAttempts) -> bool:
         """Send an attempt that its shard refused to another one; False if all of them did."""
-        return self._send(self._shards.pass_on(attempts.request.id), attempts.present())
-
-    def _send(self, shard: str | None, request: Request) -> bool:
+        shard = self._shards.pass_on(attempts.request.id)
         if shard is None:
             return False
-        self._links[shard].post(Submit(request=request))
+        self._links[shard].post(Submit(request=attempts.present()))
         return True
 
     def abort(self, attempts: RequestAttempts) -> None:

@@ -69,6 +69,8 @@ class RequestTrace:
     max_tokens: int
     steps: tuple[tuple[str, float], ...]
     """States, and when it entered them."""
+    tenant: str = ""
+    """The tenant of its client; empty: none."""
     traceparent: str = ""
     """The trace that its client wants it to be part of."""
     end: End = ""
@@ -95,6 +97,7 @@ class _Record:
     prompt_tokens: int
     max_tokens: int
     steps: list[tuple[str, float]]
+    tenant: str = ""
     traceparent: str = ""
     end: End = ""
     code: str = ""
@@ -112,6 +115,7 @@ class _Record:
             prompt_tokens=self.prompt_tokens,
             max_tokens=self.max_tokens,
             steps=tuple(self.steps),
+            tenant=self.tenant,
             traceparent=self.traceparent,
             end=self.end,
             code=self.code,
@@ -167,6 +171,7 @@ class History:
             prompt_tokens=request.known_tokens,
             max_tokens=request.sampling.max_tokens,
             steps=[(state, now)],
+            tenant=request.tenant,
             traceparent=request.traceparent,
         )
         while len(self._records) > self.limit:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import socket
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -32,6 +32,7 @@ from triptych.core.errors import ConfigError, Overloaded, QueueFull
 from triptych.core.profile import Fidelity
 from triptych.deployments.grpc import GrpcServer
 from triptych.deployments.grpc.bodies import body_of, fill_message
+from triptych.deployments.grpc.server import MAX_WATCHERS
 from triptych.deployments.grpc.service import CODES, SERVICE
 from triptych.deployments.grpc.triptych_pb2 import (
     ChatCompletionRequest,
@@ -181,6 +182,27 @@ async def test_answers_say_what_compression_costs_at_about_their_length(
     assert answer.headers["x-triptych-estimated-kl"] == "0.25"
 
 
+async def test_watchers_of_one_connection_are_few_and_share_a_probe(engine: FakeEngine) -> None:
+    async with serving(engine) as channel, AsyncExitStack() as stack:
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        calls = [watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHERS)]
+        for call in calls:
+            stack.callback(call.cancel)
+            assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch(health_pb2.HealthCheckRequest()).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        calls[0].cancel()
+        async with asyncio.timeout(10):
+            while True:  # the server sees the cancellation a little later
+                again = watch(health_pb2.HealthCheckRequest())
+                stack.callback(again.cancel)
+                with suppress(grpc.aio.AioRpcError):
+                    assert (await again.read()).status == health_pb2.HealthCheckResponse.SERVING
+                    return
+                await asyncio.sleep(0.02)
+
+
 async def test_models_health_and_reflection(engine: FakeEngine) -> None:
     async with serving(engine) as channel:
         (model,) = (await TriptychStub(channel).ListModels(ListModelsRequest())).data
@@ -243,7 +265,7 @@ WRONG = {
     "bias": (CompletionRequest(prompt=["a"], logit_bias={10**6: 1}), "logit_bias.1000000"),
     "n": (CompletionRequest(prompt=["a"], n=5), "n"),
     "max_tokens": (CompletionRequest(prompt=["a"], max_tokens=-1), "max_tokens"),
-    "stop": (CompletionRequest(prompt=["a"], stop=["a"] * 5), "stop"),
+    "stop": (CompletionRequest(prompt=["a"], stop=["a"] * 17), "stop"),
     "priority": (CompletionRequest(prompt=["a"], priority=101), "priority"),
     "too long": (CompletionRequest(prompt=["a"], max_tokens=4000), "max_tokens"),
     "extra twice": (CompletionRequest(prompt=["a"], extra=struct(n=2)), "extra.n"),

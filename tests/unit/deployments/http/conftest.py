@@ -222,7 +222,9 @@ def make_serving(
     engine: Engine, tokenizer: PreTrainedTokenizerFast, config: IngressConfig
 ) -> OpenAIServing:
     card = ModelCard(name=MODEL, context_tokens=CONTEXT_TOKENS, created=1_700_000_000)
-    return OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=config)
+    return OpenAIServing(
+        engine=engine, tokenizer=tokenizer, model=card, config=config, probe_age_s=0.0
+    )
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import re
+import struct
 import time
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
@@ -150,6 +151,47 @@ def test_numbers_want_a_key_where_requests_do_and_watching_is_no_request(
     assert {client.get("/dashboard/state", headers=mine).status_code for _ in range(9)} == {200}
     assert client.get("/v1/models", headers=mine).status_code == 200
     assert client.get("/v1/models", headers=mine).status_code == 429
+
+
+def test_a_key_sees_its_own_requests_and_an_administrator_all(
+    serve: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    names = ("ada", "bob", "root")
+    entries = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), "admin": name == "root"}
+        for name in names
+    ]
+    path.write_text(yaml.safe_dump(entries))
+    ada, bob = (hashlib.sha256(f"name {name}".encode()).hexdigest() for name in names[:2])
+
+    async def source() -> Mapping[str, object]:
+        return {
+            "requests": [
+                {"number": 1, "tenant": ada, "tokens": 3},
+                {"number": 2, "tenant": bob, "tokens": 7},
+            ],
+            "map": {
+                "kinds": ["free", "stock", "prefix", "request"],
+                "kind_of": base64.b64encode(bytes([3, 3, 1, 0])).decode(),
+                "owner_of": base64.b64encode(struct.pack("<4H", 1, 2, 2, 0)).decode(),
+            },
+        }
+
+    client = serve(IngressConfig(api_keys=str(path)), dashboard=source)
+
+    def seen(key: str) -> tuple[list[dict[str, int]], tuple[int, ...]]:
+        headers = {"authorization": f"Bearer {key}"}
+        state = client.get("/dashboard/state", headers=headers).json()
+        owners = base64.b64decode(state["map"]["owner_of"])
+        return state["requests"], struct.unpack("<4H", owners)
+
+    one, two = {"number": 1, "tokens": 3}, {"number": 2, "tokens": 7}
+    assert seen("ada") == ([one], (1, 0, 2, 0))
+    assert seen("bob") == ([two], (0, 2, 2, 0))
+    assert seen("root") == ([one, two], (1, 2, 2, 0))
+    everybody = serve(IngressConfig(), dashboard=source).get("/dashboard/state").json()
+    assert everybody["requests"] == [one, two]
 
 
 def test_without_a_router_the_state_is_an_openai_error(serve: Callable[..., TestClient]) -> None:

@@ -119,7 +119,7 @@ async def test_the_last_resort_logs_and_answers_500(caplog):
         sent.append(message)
 
     scope = {"type": "http", "headers": [], "query_string": b"", "path": "/", "method": "GET"}
-    await RequestIdMiddleware(LimitsMiddleware(broken, 1024))(scope, None, send)
+    await RequestIdMiddleware(LimitsMiddleware(broken, 1024, 9))(scope, None, send)
     assert sent[0]["status"] == 500
     assert b"internal_error" in sent[1]["body"]
     assert b"secret" not in sent[1]["body"]

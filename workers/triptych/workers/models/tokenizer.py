@@ -21,6 +21,9 @@ from triptych.workers.models.store.metadata_cache import DESCRIBING_FILES, cache
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+INLINE_TOKENS = 1024
+"""Tokens whose decoding takes too short for releasing the GIL."""
+
 SpecialTokens = Mapping[str, str | list[str]]
 
 
@@ -56,10 +59,15 @@ class FastTokenizer:
         return self.backend.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of tokenizers' methods only those for batches release the GIL.
+        batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) <= INLINE_TOKENS:
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # The method for batches releases the GIL.
+        return self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
         return [self.backend.id_to_token(token) for token in ids]

@@ -1,4 +1,7 @@
-"""Request bodies of OpenAI's API: the supported fields, their types and bounds."""
+"""Request bodies of OpenAI's API: the supported fields, their types and bounds.
+
+How many items a list may have is in ``body_limits``; of a list, the first wrong item is reported.
+"""
 
 import json
 from collections.abc import Mapping
@@ -24,18 +27,10 @@ from triptych.deployments.http.openai.validation_errors import (
     nearest_field,
 )
 
-MAX_MESSAGES = 2048
-MAX_PARTS = 1024
-MAX_PROMPTS = 1024
-MAX_STOPS = 4
 MAX_STOP_CHARS = 256
-MAX_STOP_IDS = 128
-MAX_BIASED_TOKENS = 1024
 MAX_NAME_CHARS = 256
-MAX_CHOICES = 4096
 MAX_PROFILE_STEPS = 1000
 MAX_PROFILE_S = 60.0
-MAX_TOOLS = 128
 MAX_INT = 2**31 - 1
 MAX_PRIORITY = 100
 MIN_SLO_MS = 0.001
@@ -55,14 +50,6 @@ def _well_formed(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"the text has a lone surrogate at character {error.start}") from error
     return text
-
-
-def _small(value: object) -> object:
-    """Reject a large mapping before each of its entries is validated and reported."""
-    entries = len(cast("dict[str, object]", value)) if isinstance(value, dict) else 0
-    if entries > MAX_BIASED_TOKENS:
-        raise ValueError(f"Mapping should have at most {MAX_BIASED_TOKENS} entries, not {entries}")
-    return cast("object", value)
 
 
 def _text_only(part: object) -> object:
@@ -122,14 +109,14 @@ PluginOverride = Annotated[
 """A plug-in on, off, or on with options."""
 Stop = Annotated[
     Annotated[StopText, Tag("@one")]
-    | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("@many")],
+    | Annotated[list[StopText], Field(fail_fast=True), Tag("@many")],
     Discriminator(_one_or_many),
 ]
 Prompt = Annotated[
     Annotated[Text, Tag("@one")]
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("@many")]
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("@many")]
     | Annotated[TokenIds, Tag("@ids")]
-    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("@id lists")],
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("@id lists")],
     Discriminator(_kind),
 ]
 
@@ -175,7 +162,7 @@ def _parsed(schema: object) -> object:
 Pattern = Annotated[Text, Field(min_length=1)]
 JsonObject = Annotated[dict[str, object], AfterValidator(_well_formed_json)]
 Schema = Annotated[JsonObject, BeforeValidator(_parsed)]
-Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES)]
+Choices = Annotated[list[Text], Field(fail_fast=True)]
 
 
 class JsonSchema(Body):
@@ -222,13 +209,11 @@ class GenerationBody(Body):
     frequency_penalty: Finite = Field(0.0, ge=-2, le=2)
     repetition_penalty: Finite = Field(1.0, ge=MIN_PENALTY, le=10)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    logit_bias: Annotated[
-        dict[str, Annotated[Finite, Field(ge=-100, le=100)]], BeforeValidator(_small)
-    ] = Field(default_factory=dict[str, float])
-    stop: Stop = Field(default_factory=list[str])
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] = Field(
-        default_factory=list[int]
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict[str, float]
     )
+    stop: Stop = Field(default_factory=list[str])
+    stop_token_ids: TokenIds = Field(default_factory=list[int])
     min_tokens: int = Field(0, ge=0, le=MAX_INT)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -333,7 +318,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     """``function`` is OpenAI's older form of ``tool``, without an id."""
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = Field(
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field(
         default_factory=list[ToolCall]
     )
     function_call: FunctionCall | None = None
@@ -343,7 +328,7 @@ class Message(Body):
         Annotated[Text, Tag("@one")]
         | Annotated[
             list[Annotated[TextPart, BeforeValidator(_text_only)]],
-            Field(max_length=MAX_PARTS),
+            Field(fail_fast=True),
             Tag("@many"),
         ],
         Discriminator(_one_or_many),
@@ -378,7 +363,7 @@ class Message(Body):
         return {"role": role, "content": self.text}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class TemplateOptions(Body):
@@ -413,7 +398,7 @@ class ChatBody(GenerationBody, Rendering):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**63 - 1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list[Tool])
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list[Tool])
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("@one")]

@@ -13,6 +13,7 @@ from triptych.core.plugin_overrides import overrides_of
 from triptych.core.profile import Fidelity
 from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.interfaces import Engine, ModelCard
+from triptych.deployments.http.keys import NO_CLIENT, Client
 from triptych.deployments.http.openai.guided_decoding import constraint_of
 from triptych.deployments.http.openai.protocol import (
     ChatBody,
@@ -30,6 +31,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for ``/v1/completions``."""
 
 SEEDS = 2**63
+
+MAX_CUT = 8
+"""Contexts that a prompt may have before ``truncate_prompt_tokens`` cuts it, if it is long."""
 
 MAX_PROMPT_LOGPROBS = 200_000
 """Most log probabilities of prompts in one response; as JSON they take 16 MB."""
@@ -87,7 +91,7 @@ class RequestBuilder:
             text = f"The model {name[:128]!r} does not exist. This server has {self._model.name!r}."
             raise ModelNotFound(text, "model")
 
-    async def chat(self, body: ChatBody, tenant: str = "", weight: float = 1.0) -> Job:
+    async def chat(self, body: ChatBody, client: Client = NO_CLIENT) -> Job:
         """Raises: RequestError naming the field that cannot be served"""
         self.check_model(body.model)
         self._check(body)
@@ -96,15 +100,17 @@ class RequestBuilder:
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         tools = tools_of(body)
-        prompt = self._truncated(await self.encode_messages(body.messages, body, tools), body)
+        most = self._most_tokens(body)
+        prompt = await self.encode_messages(body.messages, body, tools, max_tokens=most)
+        prompt = self._truncated(prompt, body)
         logprobs = body.top_logprobs if body.logprobs else -1
         sampling = await self._sampling(body, logprobs, tools)
         job = self._job("chatcmpl", body, [prompt], "messages", sampling)
         job = replace(job, tools=frozenset(tool.function.name for tool in tools))
         job = self._with_prompt_logprobs(job, body)
-        return self._owned(job, body, tenant, weight)
+        return self._owned(job, body, client)
 
-    async def completion(self, body: CompletionBody, tenant: str = "", weight: float = 1.0) -> Job:
+    async def completion(self, body: CompletionBody, client: Client = NO_CLIENT) -> Job:
         """Raises: RequestError naming the field that cannot be served"""
         self.check_model(body.model)
         self._check(body)
@@ -115,7 +121,7 @@ class RequestBuilder:
             raise RequestError(text, "max_tokens")
         if body.best_of > body.n:
             raise Unsupported("best_of larger than n", "best_of")
-        given = [await self._encode_prompt(prompt) for prompt in body.prompts]
+        given = await self._encode_prompts(body)
         prompts = [self._truncated(prompt, body) for prompt in given]
         whole = body.prompts if prompts == given else prompts
         texts = await self._texts(whole) if body.echo else [""] * len(prompts)
@@ -126,7 +132,7 @@ class RequestBuilder:
         if body.echo and body.logprobs is not None:
             job = replace(job, echo_logprobs=logprobs)
         job = self._with_prompt_logprobs(job, body)
-        return self._owned(job, body, tenant, weight)
+        return self._owned(job, body, client)
 
     def _with_prompt_logprobs(self, job: Job, body: GenerationBody) -> Job:
         """Request the log probabilities of each prompt from one of its choices.
@@ -164,19 +170,19 @@ class RequestBuilder:
         )
         return replace(job, requests=tuple(requests), prompt_logprobs=shown)
 
-    def _owned(self, job: Job, body: GenerationBody, tenant: str, weight: float) -> Job:
+    def _owned(self, job: Job, body: GenerationBody, client: Client) -> Job:
         """Set tenant, cache salt, session, weight, priority, SLOs and plug-ins of the requests.
 
-        ``tenant`` is "" or has a fixed length, so no two pairs of tenant and salt are equal.
+        The client's salt is "" or has a fixed length, so no two pairs of it and a body's are equal.
 
         Raises: RequestError if a plug-in override is not offered
         """
-        salt = f"{'' if self._config.share_prefixes else tenant}:{body.cache_salt or ''}"
+        salt = f"{'' if self._config.share_prefixes else client.salt}:{body.cache_salt or ''}"
         mine = {
             "cache_salt": salt,
-            "tenant": tenant,
+            "tenant": client.tenant,
             "session": body.session_id or "",
-            "weight": weight,
+            "weight": client.weight,
             "priority": body.priority,
             "slo": _slo(body),
             "plugin_overrides": overrides_of(body.plugins, self._model.plugins),
@@ -189,6 +195,8 @@ class RequestBuilder:
         messages: Sequence[Message],
         how: Rendering,
         tools: Sequence[Tool] = (),
+        *,
+        max_tokens: int | None = None,
     ) -> list[int]:
         if how.chat_template is not None:
             raise Unsupported("chat_template: templates come with the model", "chat_template")
@@ -203,6 +211,7 @@ class RequestBuilder:
             add_generation_prompt=how.add_generation_prompt,
             continue_final=how.continue_final_message,
             options=how.template_options,
+            max_tokens=max_tokens,
         )
 
     def _truncated(self, prompt: list[int], body: GenerationBody) -> list[int]:
@@ -220,12 +229,21 @@ class RequestBuilder:
             keep = max(1, self._model.context_tokens - max(body.answer_tokens[0] or 1, 1))
         return prompt[len(prompt) - keep :] if keep < len(prompt) else prompt
 
-    async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            self._codec.check_length(len(prompt), "prompt")
-            return await self._codec.encode(prompt)
-        self.check_token_ids(prompt, "prompt")
-        return prompt
+    async def _encode_prompts(self, body: CompletionBody) -> list[list[int]]:
+        texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+        for text in texts:
+            self._codec.check_length(len(text), "prompt")
+        if texts:
+            return await self._codec.encode_all(texts, max_tokens=self._most_tokens(body))
+        ids = [prompt for prompt in body.prompts if not isinstance(prompt, str)]
+        for prompt in ids:
+            self.check_token_ids(prompt, "prompt")
+        return ids
+
+    def _most_tokens(self, body: GenerationBody) -> int:
+        """The tokens up to which a prompt is encoded; fewer if it is not to be truncated."""
+        is_cut = body.truncate_prompt_tokens is not None
+        return self._model.context_tokens * (MAX_CUT if is_cut else 1)
 
     def check_token_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises: RequestError if an id is outside of the vocabulary"""

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ray import serve
 from ray._raylet import (
@@ -56,8 +56,10 @@ def build_app(args: dict[str, object]) -> Application:
     config = AppConfig.from_mapping(args)
     plan = make_plan(config)
     nodes = wait_for_nodes(config.node_resource, alive_nodes, at_least=config.min_nodes)
-    is_on = get_authentication_mode() != AuthenticationMode.DISABLED  # known once Ray runs
-    check_ray_auth(is_on=is_on, chosen=environment_variable("RAY_AUTH_MODE"))
+    mode = cast("object", get_authentication_mode())  # known once Ray runs
+    check_ray_auth(
+        is_on=mode != AuthenticationMode.DISABLED, chosen=environment_variable("RAY_AUTH_MODE")
+    )
     plan = replace(plan, nodes=len(nodes))
     Access.of(config.network, plan.token)
     check_gpus(config, sum(node.get("GPU", 0.0) for node in nodes))

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -127,7 +128,7 @@ def grpc_garbage(address: str, luck: random.Random) -> None:
     """Frames that are no messages, for each method and an unknown one."""
     with grpc.insecure_channel(address) as channel:
         for name in ("ChatCompletion", "Completion", "ListModels", "Nonsense"):
-            call = channel.unary_unary(f"/triptych.v1.Triptych/{name}")
+            call: Any = channel.unary_unary(f"/triptych.v1.Triptych/{name}")
             try:
                 call(luck.randbytes(luck.randint(1, 50_000)), timeout=ANSWER_S)
             except grpc.RpcError as error:
@@ -138,7 +139,7 @@ def grpc_garbage(address: str, luck: random.Random) -> None:
 def grpc_too_large(address: str, luck: random.Random) -> None:
     """A message of 20 MB."""
     with grpc.insecure_channel(address) as channel:
-        call = channel.unary_unary("/triptych.v1.Triptych/ChatCompletion")
+        call: Any = channel.unary_unary("/triptych.v1.Triptych/ChatCompletion")
         try:
             call(bytes(20 << 20), timeout=ANSWER_S)
         except grpc.RpcError as error:

@@ -39,8 +39,10 @@ from triptych.deployments.grpc.triptych_pb2 import (
     ChatCompletionResponse,
     ChatMessage,
     CompletionRequest,
+    FunctionCall,
     ListModelsRequest,
     TokenIds,
+    ToolCall,
 )
 from triptych.deployments.grpc.triptych_pb2_grpc import TriptychStub
 from triptych.deployments.http import Health, ModelCard, OpenAIServing, create_app
@@ -154,6 +156,25 @@ async def test_what_has_no_field_goes_into_extra(stub: TriptychStub, engine: Fak
     (call,) = choice.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("f", '{"x": 1}')
     assert choice.finish_reason == "tool_calls"
+
+
+async def test_an_answer_that_ends_inside_a_call_has_no_markup(
+    stub: TriptychStub, engine: FakeEngine
+) -> None:
+    engine.script = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "f"}}
+    history = [
+        *HELLO,
+        ChatMessage(role="assistant", tool_calls=[ToolCall(function=FunctionCall(name="f"))]),
+        ChatMessage(role="tool"),
+    ]
+    asked = ChatCompletionRequest(messages=history, max_tokens=30, extra=struct(tools=[tool]))
+    (choice,) = (await stub.ChatCompletion(asked)).choices
+    assert (choice.message.content, choice.finish_reason) == ("", "length")
+    assert not choice.message.tool_calls
+    parts = [part async for part in stub.StreamChatCompletion(asked)]
+    assert "".join(part.choices[0].delta.content for part in parts if part.choices) == ""
+    assert [c.finish_reason for part in parts for c in part.choices][-1] == "length"
 
 
 async def test_answers_say_what_compression_costs_at_about_their_length(

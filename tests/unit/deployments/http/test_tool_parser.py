@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from triptych.core import grammar
+from triptych.core.errors import DeadlineExceeded
 from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.openai.guided_decoding import constraint_of
 from triptych.deployments.http.openai.protocol import ChatBody, validate
@@ -365,6 +366,20 @@ def test_a_call_that_a_stop_token_cuts_has_finish_length(client, engine) -> None
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert choice.message.content == ""
     assert engine.calls[0][0].sampling.tool_calls
+
+
+@pytest.mark.parametrize("cut", [12, 30, len(CALL) + 20])
+def test_an_error_inside_a_call_shows_no_markup(client, engine, cut: int) -> None:
+    """As a deadline, a lost worker and a cancel end a stream."""
+    engine.script, engine.fail_after = f"{CALL}\n{CALL}", cut
+    engine.crash = DeadlineExceeded("not finished")
+    choices = []
+    with pytest.raises(openai.APIError, match="not finished"):
+        choices.extend(chunk.choices[0] for chunk in ask(client, stream=True))
+    calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+    assert choices
+    assert not any(choice.delta.content or choice.finish_reason for choice in choices)
+    assert [call.function.arguments for call in calls] == ['{"city": "Ulm"}'] * (cut > len(CALL))
 
 
 def test_without_tools_such_a_text_is_text(client, engine) -> None:

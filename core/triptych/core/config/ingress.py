@@ -67,6 +67,7 @@ class IngressConfig:
     could infer from its time to first token what other clients sent."""
 
     limits: RequestLimitsConfig = field(default_factory=RequestLimitsConfig)
+    """Bounds on what one request may hold."""
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "ingress.num_replicas", self.num_replicas, ">= 1")

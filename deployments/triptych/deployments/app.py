@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ray import serve
 from ray._raylet import (
@@ -56,9 +56,9 @@ def build_app(args: dict[str, object]) -> Application:
     config = AppConfig.from_mapping(args)
     plan = make_plan(config)
     nodes = wait_for_nodes(config.node_resource, alive_nodes, at_least=config.min_nodes)
-    mode = cast("object", get_authentication_mode())  # known once Ray runs
+    mode: object = get_authentication_mode()  # known once Ray runs
     check_ray_auth(
-        is_on=mode != AuthenticationMode.DISABLED, chosen=environment_variable("RAY_AUTH_MODE")
+        is_on=mode is not AuthenticationMode.DISABLED, chosen=environment_variable("RAY_AUTH_MODE")
     )
     plan = replace(plan, nodes=len(nodes))
     Access.of(config.network, plan.token)

@@ -14,7 +14,7 @@ SLOWEST := --durations=20 --durations-min=5
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test explore bench clients stalls wheel readme docs proto lock clean
+.PHONY: help setup serve check test explore bench clients abuse stalls wheel readme docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -65,6 +65,9 @@ bench: $(READY) ## measure attention and serving into benchmarks/results (an hou
 
 clients: $(READY) ## litellm, langchain, instructor, llm, guidellm, lm-eval and schemathesis against the real server
 	@$(BIN)/python -m tests.clients.run
+
+abuse: $(READY) ## send hostile requests of three seeds to a server, beside a well-behaved client (4 minutes)
+	@$(BIN)/python -m tests.e2e.abuse.attack --seeds 3 --json benchmarks/results/abuse.json
 
 stalls: $(READY) ## stop each process of a server for 1 to 30 s under load (15 minutes)
 	@$(BIN)/python -m tests.e2e.stalls --json benchmarks/results/stalls.json

@@ -14,7 +14,7 @@ SLOWEST := --durations=20 --durations-min=5
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test explore bench clients abuse stalls wheel readme docs proto lock clean
+.PHONY: help setup serve check test explore bench clients abuse endings stalls wheel readme docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -49,7 +49,7 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope $(SLOWEST) \
 		tests/unit tests/integration -m "$(SLOW)"
 	@echo "==> end-to-end tests"
-	@$(BIN)/pytest -q $(SLOWEST) tests/e2e
+	@$(BIN)/pytest -q $(SLOWEST) --ignore=tests/e2e/test_endings.py tests/e2e
 
 explore: $(READY) ## property tests on examples that differ at every run
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --hypothesis-profile explore \
@@ -68,6 +68,9 @@ clients: $(READY) ## litellm, langchain, instructor, llm, guidellm, lm-eval and 
 
 abuse: $(READY) ## send hostile requests of three seeds to a server, beside a well-behaved client (4 minutes)
 	@$(BIN)/python -m tests.e2e.abuse.attack --seeds 3 --json benchmarks/results/abuse.json
+
+endings: $(READY) ## stop, redeploy and interrupt servers with streams open (4 minutes)
+	@$(BIN)/pytest -q $(SLOWEST) tests/e2e/test_endings.py
 
 stalls: $(READY) ## stop each process of a server for 1 to 30 s under load (15 minutes)
 	@$(BIN)/python -m tests.e2e.stalls --json benchmarks/results/stalls.json

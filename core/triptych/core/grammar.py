@@ -37,11 +37,17 @@ SourceKind = Literal["json_schema", "regex", "choice", "lark"]
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """What a client sent, to be compiled."""
+    """A client's schema, regular expression, choices or rules, before it is compiled.
+
+    Raises: GrammarError if it is too long
+    """
 
     kind: SourceKind
     text: str
     """A regular expression, Lark rules, or JSON: a schema, or a list of texts."""
+
+    def __post_init__(self) -> None:
+        _check_size(self.text)
 
 
 def compile_source(source: GrammarSource) -> str:
@@ -67,9 +73,7 @@ def schema_source(schema: Mapping[str, object] | bool) -> GrammarSource:
     """
     if _depth(schema) > MAX_DEPTH:
         raise GrammarError(f"the schema is nested more than {MAX_DEPTH} levels deep")
-    text = json.dumps(schema)
-    _check_size(text)
-    return GrammarSource("json_schema", text)
+    return GrammarSource("json_schema", json.dumps(schema))
 
 
 def bounded_schema(schema: Mapping[str, object]) -> dict[str, object]:

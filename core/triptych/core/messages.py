@@ -803,3 +803,14 @@ class Report:
     """Times that a broken transfer from another node went on."""
     chunks_refused: int = 0
     """Parts of such transfers that came damaged."""
+
+
+def requests_in(message: Message) -> tuple[Request, ...]:
+    """The requests that a message to a worker contains whole."""
+    match message:
+        case Prefill(requests=requests):
+            return requests
+        case Join(request=request) | Resume(join=Join(request=request)):
+            return (request,)
+        case _:
+            return ()

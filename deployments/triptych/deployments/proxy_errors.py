@@ -24,7 +24,7 @@ REPLACED = (408, 429, 500, 503)
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray Serve's HTTP proxies call when they start."""
+    """The middleware of Ray Serve's HTTP proxies; Ray Serve calls this when a proxy starts."""
     return [Middleware(ProxyErrorMiddleware)]
 
 
@@ -50,7 +50,7 @@ class ProxyErrorMiddleware:
 
 
 class _Response:
-    """What was sent of one response."""
+    """Forwards one response, and records how far it came."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -27,22 +27,20 @@ from triptych.core.messages import (
     Drain,
     Fetched,
     Finished,
-    Join,
     Message,
     Planned,
     Preempted,
-    Prefill,
     Prefilled,
     Register,
     RegisterAgain,
     Report,
     Request,
-    Resume,
     Resumed,
     Send,
     Stage,
     Submit,
     Unknown,
+    requests_in,
 )
 from triptych.core.pages import PagePlan
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
@@ -207,7 +205,7 @@ class Scheduler:
 
     def undeliverable(self, message: Message, error: TriptychError, now: float) -> list[Send]:
         """A worker cannot take a message: the requests that it contains fail with ``error``."""
-        for request in _requests_in(message):
+        for request in requests_in(message):
             entry = self._cluster.requests.get(request.id)
             if entry is not None and entry.state is not State.LEAVING:
                 self._completion.fail(entry, error, now)
@@ -661,14 +659,3 @@ class Scheduler:
             booked_bytes=self._cluster.ledger.booked_by(request),
             blocked_reason=self._dispatch.blocked_reason if entry.state is State.WAITING else "",
         )
-
-
-def _requests_in(message: Message) -> Sequence[Request]:
-    """The requests that a message to a worker contains whole."""
-    match message:
-        case Prefill(requests=requests):
-            return requests
-        case Join(request=request) | Resume(join=Join(request=request)):
-            return (request,)
-        case _:
-            return ()

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from tests.e2e.abuse.hostile import MODEL
+from tests.e2e.conftest import MODEL
 
 PROMPT = "Tell a long story about a lighthouse."
 TOKENS = 200

@@ -9,8 +9,9 @@ import string
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from tests.e2e.conftest import MODEL
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 Json = dict[str, object]

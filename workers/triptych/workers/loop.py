@@ -101,6 +101,8 @@ class StageLoop:
 
     def stop(self) -> None:
         """Finish the current step, cancel all requests and end the thread."""
+        if self._grammars is not None:
+            self._grammars.close()
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout=30)

@@ -1,4 +1,4 @@
-"""What passes between nodes."""
+"""Settings of connections between nodes."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ from triptych.core.config.values import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkConfig:
-    """Whom processes of different nodes believe; on one node nothing listens on the network."""
+    """Authentication and encryption between nodes. With one node, nothing listens on the
+    network."""
 
     token_file: str = ""
     """File with the secret that processes of different nodes present to each other, at least 16

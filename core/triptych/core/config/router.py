@@ -17,7 +17,7 @@ def _is_http(url: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """What runs next, where, and whether at all."""
+    """Scheduling: batching, placement, queueing and admission."""
 
     batch_policy: str = "greedy_by_memory"
     """How waiting requests are chosen, and in what batches they go: ``greedy_by_memory``,

@@ -1,4 +1,4 @@
-"""What a decode step reads, and what looks at it."""
+"""Settings of page selection and of plug-ins of the decode step."""
 
 import re
 from dataclasses import dataclass, field
@@ -109,5 +109,5 @@ class StepPluginConfig:
 
     @property
     def called(self) -> str:
-        """What requests call it."""
+        """Name of the plug-in in requests."""
         return self.label or self.name.rpartition(":")[2]

@@ -250,7 +250,7 @@ class RouteHandlers:
         return JsonResponse({"prompt": await self._codec.decode(body.tokens)})
 
     async def live(self) -> Response:
-        """Liveness of this process, whatever the state of others."""
+        """``/live``: 200 while this process answers, whatever the other processes do."""
         return Response()
 
     async def health(self) -> Response:

@@ -19,7 +19,6 @@ from triptych.deployments.http.openai.body_limits import (
 )
 from triptych.deployments.http.openai.protocol import (
     B,
-    Body,
     ChatBody,
     CompletionBody,
     check_known,
@@ -80,12 +79,9 @@ class OpenAIServing:
 
         Raises: RequestError naming the field that is wrong or cannot be served
         """
-        self._check_known(ChatBody, given)
-        body = await self.checked(ChatBody, given)
+        body, warning = await self._known(ChatBody, given)
         job = await self.request_builder.chat(body, client)
-        answer = ChatResponseBuilder(_traced(job, traceparent), self.codec)
-        answer.warning = warnings_of(ChatBody, given)
-        return answer
+        return ChatResponseBuilder(_traced(job, traceparent), self.codec, warning)
 
     async def completion(
         self, given: Mapping[str, object], client: Client, traceparent: str = ""
@@ -94,16 +90,15 @@ class OpenAIServing:
 
         Raises: RequestError naming the field that is wrong or cannot be served
         """
-        self._check_known(CompletionBody, given)
-        body = await self.checked(CompletionBody, given)
+        body, warning = await self._known(CompletionBody, given)
         job = await self.request_builder.completion(body, client)
-        answer = CompletionResponseBuilder(_traced(job, traceparent), self.codec)
-        answer.warning = warnings_of(CompletionBody, given)
-        return answer
+        return CompletionResponseBuilder(_traced(job, traceparent), self.codec, warning)
 
-    def _check_known(self, kind: type[Body], given: Mapping[str, object]) -> None:
+    async def _known(self, kind: type[B], given: Mapping[str, object]) -> tuple[B, str]:
+        """A valid body, and a warning about its unknown fields, which may be errors."""
         if self.config.strict_params:
             check_known(kind, given)
+        return await self.checked(kind, given), warnings_of(kind, given)
 
     async def checked(self, kind: type[B], given: Mapping[str, object]) -> B:
         """Validate a body, if it is within ``ingress.limits``.
@@ -161,7 +156,7 @@ class OpenAIServing:
 
 
 def _shown(offer: OverridablePlugin) -> dict[str, object]:
-    """What clients may change about a plug-in: whether it is on, and the bounds of its options."""
+    """A plug-in's options that requests may set, with their bounds."""
     options = {
         name: {"default": bound.default, "minimum": bound.least, "maximum": bound.most}
         for name, bound in offer.bounds.items()

@@ -1,6 +1,6 @@
 # Ray Serve's handles lack types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""What the ingress asks routers and workers for /health, /metrics, /profile and the dashboard."""
+"""Collects the state of routers and workers for /health, /metrics, /profile and the dashboard."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class RouterStats:
         )
 
     async def explain(self, client_id: str) -> Sequence[Mapping[str, object]]:
-        """What the routers decided about a client's request, in the order of arrival."""
+        """The routers' decisions about a client's request, in the order of arrival."""
         answers = await self._ask("explain", client_id)
         if self._is_single:
             return answers["0"]

@@ -13,7 +13,7 @@ from triptych.kvpool.pool.workers import WorkerTable
 
 @dataclass(slots=True)
 class Reclaimed:
-    """What was taken back from workers that died, expired or were expelled, since the start."""
+    """Pages and workers reclaimed after deaths, expired leases and expulsions, since the start."""
 
     pages: int = 0
     workers: int = 0

@@ -66,7 +66,7 @@ class LruPolicy:
 
 
 class Ranked(Protocol):
-    """What a heap holds: an item with a rank, and the number of its entry that counts."""
+    """An item of an eviction heap, with the number of its valid entry."""
 
     stamp: int
 
@@ -122,6 +122,6 @@ class LeafHeap(Generic[R]):
 
 
 def _log2_of_sum(first: float, second: float) -> float:
-    """log2(2 ** first + 2 ** second), whatever their size."""
+    """``log2(2**first + 2**second)`` without overflow."""
     high, low = max(first, second), min(first, second)
     return high + math.log1p(2.0 ** (low - high)) / math.log(2.0)

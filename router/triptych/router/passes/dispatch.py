@@ -234,7 +234,7 @@ class Dispatch:
         return raw_arena if address is None else load_index.arena_of(address)
 
     def _prefix(self, entry: Entry) -> Prefix | None:
-        """What the compressor may store of a prompt in the prefix cache; None without a cache."""
+        """The prompt that the compressor may add to the prefix cache; None without a cache."""
         if not self.keeps_prefixes:
             return None
         request = entry.request
@@ -264,7 +264,7 @@ class Dispatch:
         return ""
 
     def _blocked_by_workers(self) -> HeldBy:
-        """Why no request can start, whatever bytes are free; empty if one can.
+        """The shortage of workers that keeps every request waiting; empty if there is none.
 
         A request starts only if a decode slot will be free for it. Otherwise finished prompts
         would pile up in raw pages, which take more bytes than any later form.

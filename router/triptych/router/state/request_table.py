@@ -69,7 +69,7 @@ class Placement:
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """What one stage hands over to the next."""
+    """Results of a stage that the next stage needs."""
 
     source_worker: str = ""
     """The worker before, while it may still hold the lease that ``Entry.worker`` is to attach."""
@@ -109,7 +109,7 @@ class SloStatus:
 
 @dataclass(eq=False, slots=True)
 class Usage:
-    """What a request has used, for fair queueing between tenants."""
+    """Resources that a request has used, for fair queueing between tenants."""
 
     spent_byte_s: float = 0.0
     """Bytes times the seconds that it has held them."""

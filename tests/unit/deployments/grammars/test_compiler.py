@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from triptych.core.errors import GrammarError, Overloaded
-from triptych.core.grammar import GrammarSource, from_regex, schema_source
+from triptych.core.grammar import MAX_CHARS, GrammarSource, from_regex, schema_source
 from triptych.deployments.grammars import GrammarCompiler
 from triptych.deployments.grammars.compiler import MAX_WAITING
 
@@ -128,3 +128,9 @@ def test_one_more_than_may_wait_is_refused_and_may_come_again(compiler: GrammarC
     refused = [one for one in results if isinstance(one, Overloaded)]
     assert len(refused) == 3
     assert all(isinstance(one, str | Overloaded) for one in results)
+
+
+def test_a_source_that_is_too_long_is_refused_before_it_is_kept() -> None:
+    """The cache holds 256 sources."""
+    with pytest.raises(GrammarError, match="characters: at most"):
+        GrammarSource("regex", "a" * (MAX_CHARS + 1))

@@ -461,6 +461,7 @@ async def test_who_cancels_frees_the_request(
     await until(lambda: engine.running == 1)
     call.cancel()
     await until(lambda: engine.running == 0)
+    assert call.cancelled()
 
 
 async def test_the_deadline_of_a_call_is_that_of_its_request(

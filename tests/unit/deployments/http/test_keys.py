@@ -145,16 +145,19 @@ async def test_more_choices_than_a_key_ever_allows_are_no_matter_of_time(
         await start(ring.client("Bearer ada-key"), 3)
 
 
+def app_with_keys(tokenizer, engine, path: Path):
+    serving = OpenAIServing(
+        engine=engine,
+        tokenizer=tokenizer,
+        model=ModelCard(name="tiny", context_tokens=2048, created=0),
+        config=IngressConfig(api_keys=str(path)),
+    )
+    return create_app(serving)
+
+
 async def test_n_and_prompts_count_over_http(tokenizer, engine, tmp_path: Path) -> None:
     path = write(tmp_path / "keys.yaml", entry("ada", max_concurrent_requests=3))
-    app = create_app(
-        OpenAIServing(
-            engine=engine,
-            tokenizer=tokenizer,
-            model=ModelCard(name="tiny", context_tokens=2048, created=0),
-            config=IngressConfig(api_keys=str(path)),
-        )
-    )
+    app = app_with_keys(tokenizer, engine, path)
     transport = httpx.ASGITransport(app)
     headers = {"authorization": "Bearer ada-key"}
     async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as ada:
@@ -216,14 +219,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 async def test_clients_meet_their_limits(tokenizer, engine, tmp_path: Path) -> None:
     """Over HTTP, with the official client; a stream counts until it ends."""
     path = write(tmp_path / "keys.yaml", entry("ada", max_concurrent_requests=2))
-    app = create_app(
-        OpenAIServing(
-            engine=engine,
-            tokenizer=tokenizer,
-            model=ModelCard(name="tiny", context_tokens=2048, created=0),
-            config=IngressConfig(api_keys=str(path)),
-        )
-    )
+    app = app_with_keys(tokenizer, engine, path)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it

@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,31 @@ def test_white_space_in_json_is_bounded(server: LocalServer) -> None:
     for answer in answers(server, made, logit_bias=((space, 100.0),)):
         assert " " * 32 in answer.text
         assert " " * 33 not in answer.text
+
+
+def test_an_output_does_not_wait_for_the_grammar_of_another_one(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop that computes starts one while a thread compiles the other."""
+    factory = server._loop._grammars.factory
+    ready, slow = grammar.from_regex("a"), grammar.from_regex("b+")
+    factory.compile(ready)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def compile_slowly(*arguments: object, **options: object) -> LLMatcher:
+        begun.set()
+        assert may_end.wait(30)
+        return LLMatcher(*arguments, **options)
+
+    monkeypatch.setattr("triptych.workers.sampling.grammar.LLMatcher", compile_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        compiled = threads.submit(factory.compile, slow)
+        assert begun.wait(10)
+        threads.submit(factory.start, ready).result(10)
+        assert not compiled.done()
+        may_end.set()
+        compiled.result(10)
+    assert factory.is_ready(slow)
 
 
 def test_log_probabilities_are_those_of_the_model_itself(server: LocalServer) -> None:

@@ -92,3 +92,15 @@ def test_what_waits_can_be_dropped() -> None:
     its.wait_for(1)
     time.sleep(0.05)
     assert its.names() == ["two"]
+
+
+def test_the_thread_ends() -> None:
+    its = Preparing()
+    its.factory.may_compile.set()
+    its.post(prompts(prompt("one", "a")))
+    its.wait_for(1)
+    thread = its.preparation._thread
+    its.preparation.close()
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()

@@ -100,27 +100,25 @@ class GrammarMatcherFactory:
         return grammar in self._compiled
 
     def compile(self, grammar: str) -> None:
-        """Compile a grammar ahead of ``start``. Releases the GIL."""
+        """Compile a grammar ahead of ``start``. Releases the GIL, and holds no lock meanwhile."""
+        compiled = LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=LIMITS)
         with self._lock:
-            self._get(grammar)
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
 
     def start(self, grammar: str) -> GrammarMatcher:
         """A matcher for an output without tokens."""
-        with self._lock:
-            matcher = self._get(grammar).deep_copy()
+        while (matcher := self._copy(grammar)) is None:
+            self.compile(grammar)
         return GrammarMatcher(self._vocabulary, matcher, NumberScanner.of(grammar))
 
-    def _get(self, grammar: str) -> LLMatcher:
-        found = self._compiled.get(grammar)
-        if found is None:
-            tokenizer = self._vocabulary.tokenizer
-            found = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-            self._compiled[grammar] = found
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        else:
+    def _copy(self, grammar: str) -> LLMatcher | None:
+        with self._lock:
+            if grammar not in self._compiled:
+                return None
             self._compiled.move_to_end(grammar)
-        return found
+            return self._compiled[grammar].deep_copy()
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from triptych.core.messages import Join, Message, Prefill, Request, Resume
+from triptych.core.messages import Message, Prefill, requests_in
 from triptych.workers.sampling.grammar import GrammarMatcherFactory
 from triptych.workers.stage import requests_of
 
@@ -14,17 +14,6 @@ logger = logging.getLogger(__name__)
 
 STACK_BYTES = 16 << 20
 """More than the ingress's compile processes have, so that what compiles there compiles here."""
-
-
-def requests_in(message: Message) -> tuple[Request, ...]:
-    """The whole requests that a message brings to a worker."""
-    match message:
-        case Prefill(requests=requests):
-            return requests
-        case Join(request=request) | Resume(join=Join(request=request)):
-            return (request,)
-        case _:
-            return ()
 
 
 @dataclass(eq=False)
@@ -41,6 +30,7 @@ class GrammarPreparation:
     """Each a message that waits, and what came for its request since."""
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
+    _is_over: bool = field(default=False, init=False)
 
     def post(self, message: Message) -> None:
         """Take a message for the loop; any thread."""
@@ -58,6 +48,13 @@ class GrammarPreparation:
         """Forget the messages that wait; any thread."""
         with self._changed:
             self._held.clear()
+
+    def close(self) -> None:
+        """Forget the messages that wait, and end the thread."""
+        with self._changed:
+            self._held.clear()
+            self._is_over = True
+            self._changed.notify()
 
     def _is_ready(self, message: Message) -> bool:
         return all(map(self.factory.is_ready, _grammars(message)))
@@ -80,7 +77,9 @@ class GrammarPreparation:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._held)
+                self._changed.wait_for(lambda: self._held or self._is_over)
+                if self._is_over:
+                    return
                 first = self._held[0][0]
             for grammar in _grammars(first):
                 try:

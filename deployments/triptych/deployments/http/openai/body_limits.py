@@ -71,7 +71,7 @@ def _longest_number(text: bytes) -> int:
 
 
 def _outside_strings(text: bytes) -> Iterator[bytes]:
-    """What is outside of string literals, in slices."""
+    """The parts of a JSON text outside of string literals, in slices."""
     first = start = 0
     while start < len(text):
         part = text[start : start + SLICE_BYTES]
@@ -141,6 +141,7 @@ def embedded_json(data: Mapping[str, object]) -> list[bytes]:
         for one in _items(data.get("messages"))
         for call in _items(_get(one, "tool_calls"))
     ]
+    given += [_get(_get(one, "function_call"), "arguments") for one in _items(data.get("messages"))]
     given += [data.get("guided_json"), _get(data.get("structured_outputs"), "json")]
     return [one.encode("utf-8", "surrogatepass") for one in given if isinstance(one, str)]
 

@@ -49,7 +49,7 @@ class OutputConstraint:
 
 
 def constraint_of(body: GenerationBody) -> OutputConstraint | None:
-    """What constrains the output of a request, if anything does.
+    """The constraint on a request's output; None: it is free.
 
     Raises: RequestError naming a field that is invalid, or excluded by another one
     """

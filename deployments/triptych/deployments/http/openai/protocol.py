@@ -487,7 +487,8 @@ def check_known(kind: type[Body], data: Mapping[str, object]) -> None:
 
 
 def warnings_of(kind: type[Body], data: Mapping[str, object]) -> str:
-    """What ``X-Triptych-Warning`` says about unknown fields; empty if none is near a known one."""
+    """Value of the header ``X-Triptych-Warning``: unknown fields that resemble known ones; empty if
+    there is none."""
     return "; ".join(misspelt_fields(kind, data, IGNORED_FIELDS))
 
 

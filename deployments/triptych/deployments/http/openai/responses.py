@@ -133,10 +133,9 @@ class ResponseBuilder(ABC):
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, job: Job, codec: TextCodec) -> None:
-        self.job = job
-        self.warning = ""
-        """About the request, for the header ``X-Triptych-Warning``."""
+    def __init__(self, job: Job, codec: TextCodec, warning: str = "") -> None:
+        """``warning``: about the request, for the header ``X-Triptych-Warning``."""
+        self.job, self.warning = job, warning
         self._codec = codec
         self.choices = [
             Choice(index=index, echo=job.echo[index] if job.echo else "")
@@ -246,8 +245,8 @@ class ChatResponseBuilder(ResponseBuilder):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, job: Job, codec: TextCodec) -> None:
-        super().__init__(job, codec)
+    def __init__(self, job: Job, codec: TextCodec, warning: str = "") -> None:
+        super().__init__(job, codec, warning)
         self._tool_parsers = [ToolParser(job.tools) for _ in job.requests]
         self._skips_special = job.requests[0].sampling.skip_special_tokens
 
@@ -299,7 +298,8 @@ class ChatResponseBuilder(ResponseBuilder):
         ]
 
     def _finish(self, choice: Choice) -> str | None:
-        """OpenAI's reason. An answer that ends inside a call is cut, whatever ended it."""
+        """OpenAI's ``finish_reason``; ``length`` if the answer ends inside a tool call, whatever
+        ended it."""
         parser = self._tool_parsers[choice.index]
         if parser.is_cut:
             return "length"

@@ -68,7 +68,7 @@ def _sentence(fault: ErrorDetails, data: Mapping[str, object]) -> str:
 
 
 def _counts(fault: ErrorDetails) -> dict[str, object]:
-    """What the templates of ``EXPECTED`` need."""
+    """Values for the templates of ``EXPECTED``."""
     context = {
         name: f"{value:g}" if isinstance(value, float) else value
         for name, value in fault.get("ctx", {}).items()

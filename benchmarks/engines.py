@@ -123,6 +123,11 @@ def measure(path: Path, policy: str, batch: int, prompt: int, answer: int, *, gp
         if one.error is not None:
             raise SystemExit(one.error.message)
     whole = [seconds for count, seconds in decode if count == batch][WARM_UP_STEPS:]
+    if not whole:
+        raise SystemExit(
+            f"--answer {answer}: the first of {batch} answers ended before the last prompt was "
+            "read: ask for longer answers"
+        )
     step = median(whole)
     stored = [one.report.stored_bytes for one in done if one.report is not None]
     return Row(
@@ -174,7 +179,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gpu", action="store_true", help="compute on the GPU")
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--prompt", type=int, default=2048)
-    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--answer", type=int, default=200)
     parser.add_argument("--policies", default="uniform:fp16,uniform:k8v4,uniform:k4v2")
     parser.add_argument("--layers", type=int, default=16, help="16 of 2,048: as Llama-3.2-1B")
     parser.add_argument("--hidden", type=int, default=2048)

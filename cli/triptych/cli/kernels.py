@@ -51,7 +51,7 @@ def check(
     """Compile all Triton kernels for several GPUs, and show registers, spills and shared memory.
 
     Needs no GPU. Triton caches the compiled kernels, so a second run is fast. Exit code 1 if a
-    kernel spills registers to memory.
+    kernel spills more registers to memory than it may.
     """
     from triptych.kernels.codegen.aot import TARGETS, tasks
 
@@ -62,7 +62,7 @@ def check(
     console.print(
         make_table(tuple(COLUMNS), [[row[at] for at in COLUMNS.values()] for row in rows])
     )
-    spilled = [row for row in made if row.spill_bytes]
+    spilled = [row for row in made if row.spill_bytes > row.spill_limit]
     for row in spilled:
         notes.print(f"{row.kernel} {row.variant} spills {row.spill_bytes} B on {row.target}")
     if spilled:

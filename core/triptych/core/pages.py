@@ -5,7 +5,14 @@ from functools import cached_property
 
 from triptych.core.config import AppConfig, PoolConfig
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS, Geometry, PageLayout, default_page_bytes, page_format
+from triptych.core.layout import (
+    FORMATS,
+    Geometry,
+    KeyOrder,
+    PageLayout,
+    default_page_bytes,
+    page_format,
+)
 from triptych.core.policy import Policy
 from triptych.core.profile import Profile
 
@@ -41,6 +48,8 @@ class PagePlan:
     """Most prompt tokens of a prefill step, in all layers."""
     layers_at_once: int = 0
     """Layers of a longer prompt that are prefilled and handed over at a time; 0: all."""
+    key_order: KeyOrder = "channel"
+    """Order of quantized keys in a page: by channel for decode on a CPU, by token on a GPU."""
 
     @classmethod
     def of(
@@ -64,6 +73,7 @@ class PagePlan:
             Policy.of(config.compressor, profile),
             share_pages=config.pool.share_pages,
             head_budgets=_head_budgets(config, profile),
+            key_order="token" if config.decode.actor.num_gpus else "channel",
         )
         plan.check_formats()
         plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
@@ -228,7 +238,8 @@ class PagePlan:
         return self.high.pages(tokens) + mixed
 
     def _layout(self, name: str) -> PageLayout:
-        return PageLayout(page_format(name), self.geometry.head_dim, self.page_bytes)
+        form, dim = page_format(name), self.geometry.head_dim
+        return PageLayout(form, dim, self.page_bytes, self.key_order)
 
     def raw_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of ``tokens`` tokens in 16 bits, without page overhead."""

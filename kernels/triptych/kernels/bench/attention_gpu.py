@@ -1,14 +1,15 @@
 """Benchmark of decode attention on a GPU against torch's in bfloat16 and a memory copy."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from statistics import median
 from time import perf_counter
 
 import torch
 
+from triptych.core.layout import KeyOrder
 from triptych.kernels.bench.attention_cpu import (
-    Case,
     Shape,
     build_case,
     check_case,
@@ -18,6 +19,8 @@ from triptych.kernels.bench.attention_cpu import (
 LAYER = Shape(heads=32, kv_heads=8, head_dim=128)
 """One layer of Llama-3.1-8B."""
 COPY_BYTES = 2**30
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Types of queries by their names on the command line."""
 Call = Callable[[], object]
 
 
@@ -26,71 +29,87 @@ class GpuRow:
     """One measured case; times of the device, without the host."""
 
     format: str
+    key_order: KeyOrder
+    query: str
+    """Type of the query, a name of ``DTYPES``."""
     batch: int
     context: int
     """Tokens of each request."""
-    time_us: float
-    """Fastest call: noise only ever adds."""
+    error: float
+    """Relative error against the reference."""
     median_us: float
+    fastest_us: float
     host_us: float
     """Host time to queue a call that is not captured in a CUDA graph."""
     bytes: int
     """Bytes of pages that attention has to read."""
     gb_per_s: float
+    """Of the median call, as are the ratios that follow."""
     share_of_copy: float
     """Bandwidth divided by that of a copy, reads and writes counted."""
     sdpa_us: float
-    """Fastest form of torch's attention on contiguous bfloat16 keys and values."""
+    """Median of the fastest form of torch's attention on contiguous bfloat16 keys and values."""
     speedup_vs_sdpa_bf16: float
 
 
 def run(
     formats: Sequence[str] = ("fp16", "k8v8", "k8v4", "k4v2", "k8v4+k4v2+fp16"),
+    key_orders: Sequence[KeyOrder] = ("token", "channel"),
+    queries: Sequence[str] = ("bf16", "fp32"),
     *,
     batch: int = 32,
     context: int = 8192,
     shape: Shape = LAYER,
     repeats: int = 50,
 ) -> Iterator[GpuRow]:
-    """Measure each format on the current CUDA device.
+    """Measure each combination on the current CUDA device; fp16 pages have one order of keys.
 
     Raises:  ConfigError for an unknown format; TriptychError if the kernels disagree with
              the reference
     """
-    copied = COPY_BYTES * 2 / min(copy_seconds(repeats))
+    copied = COPY_BYTES * 2 / median(copy_seconds(repeats))
     query, baselines = torch_attention(shape, batch, context, "cuda", torch.bfloat16)
-    baseline = min(min(device_seconds(call, repeats)) for call in baselines)
-    for name in formats:
-        case = build_case(shape, name, query, context)
-        check_case(case, "cuda", name)
-        yield _measure(case, name, context, copied, baseline, repeats)
+    baseline = min(median(device_seconds(call, repeats)) for call in baselines)
+    for name, order in cases(formats, key_orders):
+        case = build_case(shape, name, query, context, order)
+        for dtype in queries:
+            asked = replace(case, query=query.to(DTYPES[dtype]))
+            error = check_case(asked, "cuda", name)
+            seconds = device_seconds(lambda asked=asked: asked.attend("cuda"), repeats)
+            speed = case.read_bytes / median(seconds)
+            yield GpuRow(
+                format=name,
+                key_order=order,
+                query=dtype,
+                batch=batch,
+                context=context,
+                error=error,
+                median_us=median(seconds) * 1e6,
+                fastest_us=min(seconds) * 1e6,
+                host_us=host_seconds(lambda asked=asked: asked.attend("cuda"), repeats) * 1e6,
+                bytes=case.read_bytes,
+                gb_per_s=speed / 1e9,
+                share_of_copy=speed / copied,
+                sdpa_us=baseline * 1e6,
+                speedup_vs_sdpa_bf16=baseline / median(seconds),
+            )
 
 
-def _measure(
-    case: Case, name: str, context: int, copied: float, baseline: float, repeats: int
-) -> GpuRow:
-    seconds = device_seconds(lambda: case.attend("cuda"), repeats)
-    speed = case.read_bytes / min(seconds)
-    return GpuRow(
-        format=name,
-        batch=len(case.query),
-        context=context,
-        time_us=min(seconds) * 1e6,
-        median_us=median(seconds) * 1e6,
-        host_us=host_seconds(lambda: case.attend("cuda"), repeats) * 1e6,
-        bytes=case.read_bytes,
-        gb_per_s=speed / 1e9,
-        share_of_copy=speed / copied,
-        sdpa_us=baseline * 1e6,
-        speedup_vs_sdpa_bf16=baseline / min(seconds),
-    )
+def cases(formats: Sequence[str], key_orders: Sequence[KeyOrder]) -> Iterator[tuple[str, KeyOrder]]:
+    """Each format in each order of keys; fp16 pages have one."""
+    for name, order in product(formats, key_orders):
+        if name != "fp16" or order == key_orders[0]:
+            yield name, order
 
 
 def copy_seconds(repeats: int) -> list[float]:
-    """Seconds of copying ``COPY_BYTES``, for the bandwidth of device memory."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    """Seconds of copying ``COPY_BYTES`` of random bytes, for the bandwidth of device memory.
+
+    The copy inverts all bits, since a plain copy in a CUDA graph takes half as long again.
+    """
+    source = torch.randint(2**62, (COPY_BYTES // 8,), device="cuda")
     target = torch.empty_like(source)
-    return device_seconds(lambda: target.copy_(source), repeats)
+    return device_seconds(lambda: torch.bitwise_not(source, out=target), repeats)
 
 
 def device_seconds(call: Call, repeats: int) -> list[float]:

@@ -64,7 +64,7 @@ def run(job, team, body, threads, alone):
 
     Returns: False if a page id or a row is out of range
     """
-    run_team(team, body, job.ctypes.data, threads if job[ITEMS] > alone else 1)
+    run_team(team, body, job, threads if job[ITEMS] > alone else 1)
     return job[BAD] == 0
 
 

@@ -246,7 +246,7 @@ def plan_load(
         key, value, positions,
     )  # fmt: skip
     constants = {"FORM": form_of(layout), "BLOCK": block}
-    return [Launch(load_slots, (-(-longest // block), rows), arguments, constants)]
+    return [Launch(load_slots, (rows, -(-longest // block)), arguments, constants)]
 
 
 def _block(dim: int) -> int:

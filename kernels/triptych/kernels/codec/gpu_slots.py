@@ -149,8 +149,8 @@ def load_slots(
     arena, page_count, table, width, by_row, by_page, tokens, longest, key, value, positions,
     FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decode a block of tokens of one head row. Grid: blocks, rows."""
-    first, line = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
+    """Decode a block of tokens of one head row. Grid: rows, of which there may be many, blocks."""
+    first, line = tl.program_id(1) * BLOCK, tl.program_id(0).to(tl.int64)
     count = tl.load(tokens + line)
     page, row, live, wrong = slots_of(
         arena, page_count, table + line * by_row, width, by_page, first, count, FORM, False, BLOCK

@@ -23,7 +23,7 @@ from triton.errors import TritonError
 
 from triptych.core.errors import ConfigError, TriptychError
 from triptych.kernels.codegen.variants import all_variants, usual_variants
-from triptych.kernels.triton.launch import Launch, is_interpreted
+from triptych.kernels.triton.launch import Launch, is_interpreted, planned_for
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -53,6 +53,8 @@ class Compiled:
     """Registers of a thread; for AMD vector registers."""
     spill_bytes: int
     """Spilled bytes of a thread."""
+    spill_limit: int
+    """How many may spill."""
     shared_bytes: int
     """Shared memory of a block."""
     i2f: int | None
@@ -90,10 +92,14 @@ def compile_all(wanted: Sequence[Task], jobs: int = 1) -> Iterator[Compiled]:
 
 def compile_one(task: Task) -> Compiled:
     """Compile one task in this process."""
-    return compile_launch(_variants()[task.kernel, task.variant], task)
+    variants = _variants(TARGETS[task.target].backend)
+    return compile_launch(variants[task.kernel, task.variant], task)
 
 
-_variants = cache(all_variants)
+@cache
+def _variants(backend: str) -> dict[tuple[str, str], Launch]:
+    with planned_for(backend):
+        return all_variants()
 
 
 def compile_launch(launch: Launch, task: Task) -> Compiled:
@@ -110,6 +116,7 @@ def compile_launch(launch: Launch, task: Task) -> Compiled:
         *task,
         registers=use[0],
         spill_bytes=use[1],
+        spill_limit=launch.spill_bytes,
         shared_bytes=int(made.metadata.shared),
         i2f=use[2],
         warps=launch.warps,

@@ -124,11 +124,15 @@ def _call_body(typing_context, body, job):
 
 @kernel
 def run_team(team, body, job, threads):
-    """Run ``body(job)`` in each of ``threads`` threads of torch, and wait until all return."""
+    """Run ``body`` in each of ``threads`` threads of torch, and wait until all return.
+
+    ``job`` is an array, of which each thread gets the address. It is no address here, since numba
+    frees a local array after the last statement that uses it: an address does not keep it.
+    """
     if threads > 1:
-        _enter_team(team, body, job, threads)
+        _enter_team(team, body, job.ctypes.data, threads)
     else:
-        _call_body(body, job)
+        _call_body(body, job.ctypes.data)
 
 
 @intrinsic

@@ -61,7 +61,7 @@ def attend(words, team, body, threads):
     words[JOB_WORDS - 3] = partial.ctypes.data
     words[JOB_WORDS - 2] = shared[:1].ctypes.data
     words[JOB_WORDS - 1] = shared[1:].ctypes.data
-    run_team(team, body, words.ctypes.data, threads)
+    run_team(team, body, words, threads)
     if job.weight == 0:
         _merge(job, runs, partial)
     return shared[1] == 0

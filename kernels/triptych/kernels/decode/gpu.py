@@ -16,6 +16,7 @@ from triptych.kernels.triton.launch import (
     Launch,
     check_device,
     factors_of,
+    has_asm,
     power_of_two,
     processors,
 )
@@ -45,9 +46,19 @@ class Tile:
 TILES = {96: Tile(32, 2, 3), 128: Tile(64, 4, 3), 256: Tile(32, 4, 3)}
 """Tile by largest head size; chosen so that no format spills registers and at least 40 KiB are in
 flight on each multiprocessor of an H100."""
+PAGE_TILES = {96: Tile(16, 1, 1), 128: Tile(16, 1, 1), 256: Tile(16, 2, 1)}
+"""Tile of 16-bit pages beside quantized ones, which are read page by page: one warp needs no
+barriers, and many of them hide the latency of memory better than copies ahead of time do."""
+PAGE_REGISTERS = {False: 128, True: 168}
+"""Most registers of a thread by whether queries are exact: 16 or 12 warps at a time on each
+multiprocessor. On an H200 128 take 0.75 of the time that 255 take, although they spill."""
+PAGE_SPILLS = 512
+"""Bytes of these registers that may spill."""
+MIN_COLUMNS = 8
+"""Fewest columns of a product on NVIDIA's tensor cores."""
 MAX_GROUP = 32
 """Most query heads of a KV head; one program handles them all."""
-PROGRAMS_PER_PROCESSOR = 4
+WARPS_PER_PROCESSOR = 16
 """Enough to hide the latency of memory, few enough that merging stays cheap."""
 MAX_RUNS = 128
 """Most runs of a section of one head row."""
@@ -132,13 +143,18 @@ def plan(
         None if page_lists is None else tuple(page_list_arguments(page_lists)),
     )  # fmt: skip
     constants = prepared.constants(softcap) | {
+        "HEADS": max(
+            MIN_COLUMNS if has_asm() else MIN_DOT, power_of_two(heads // prepared.kv_heads)
+        ),
         "FORMS": tuple(form_of(section.layout) for section in sections),
         "BACKWARD": tuple(section.backward for section in sections),
         "RUNS": tuple(prepared.runs),
         "CHUNK": 0 if page_lists is None else chunk_of(page_lists.ordinals.shape[2]),
     }
     grid = (total, prepared.kv_heads, rows)
-    attend = Launch(attend_sections, grid, arguments, constants, *prepared.tile.size)
+    attend = Launch(
+        attend_sections, grid, arguments, constants, *prepared.tile.size, *prepared.registers
+    )
     merge = {"DIM": dim, "WIDE": power_of_two(dim), "RUNS": power_of_two(total), "STEP": 16}
     merged = (partial, peaks, sums, out, lse, total)
     return [attend, Launch(merge_runs, (rows * heads,), merged, merge, stages=1)]
@@ -183,6 +199,16 @@ class Prepared:
     tile: Tile
     runs: list[int]
     """Runs of each section."""
+
+    is_paged: bool
+    """Whether there are quantized pages, which are read one by one."""
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Most registers of a thread, and bytes of them that may spill."""
+        if not self.is_paged or self.tile.warps > 1:
+            return 255, 0
+        return PAGE_REGISTERS[self.query.dtype == torch.float32], PAGE_SPILLS
 
     def constants(self, softcap: float) -> dict[str, object]:
         group = self.query.shape[1] // self.kv_heads
@@ -229,10 +255,13 @@ def _prepare(
         )
     for section in sections:
         _check_section(name, arena, section, kv_heads, dim)
-    tile = tile_of(dim, heads // kv_heads)
+    is_paged = name == "decode_attention" and any(
+        section.layout.format.is_quantized for section in sections
+    )
+    tile = tile_of(dim, heads // kv_heads, is_paged)
     seen = positions.contiguous() if window > 0 and positions is not None else None
     runs = _runs(sections, tile, rows * kv_heads, processors(query.device))
-    return Prepared(query.contiguous(), slots.contiguous(), seen, kv_heads, tile, runs)
+    return Prepared(query.contiguous(), slots.contiguous(), seen, kv_heads, tile, runs, is_paged)
 
 
 def _check_section(name: str, arena: Tensor, section: Section, kv_heads: int, dim: int) -> None:
@@ -246,8 +275,11 @@ def _check_section(name: str, arena: Tensor, section: Section, kv_heads: int, di
         )
 
 
-def tile_of(dim: int, group: int) -> Tile:
+def tile_of(dim: int, group: int, is_paged: bool) -> Tile:
     """The tile for vectors of ``dim`` channels and ``group`` query heads per KV head."""
+    if is_paged:
+        tile = next(PAGE_TILES[size] for size in PAGE_TILES if dim <= size)
+        return replace(tile, warps=tile.warps * max(1, power_of_two(group) // 8))
     tile = next(TILES[size] for size in TILES if dim <= size)
     return tile if group <= 16 else replace(tile, tokens=32)
 
@@ -258,7 +290,7 @@ def _runs(sections: Sequence[Section], tile: Tile, head_rows: int, processors: i
     Token counts are on the device; reading them would make the host wait. A program computes its
     run from the true count, so a too wide table only adds programs that end at once.
     """
-    wanted = -(-PROGRAMS_PER_PROCESSOR * processors // max(1, head_rows))
+    wanted = -(-WARPS_PER_PROCESSOR * processors // max(1, head_rows * tile.warps))
     widths = [section.pages.shape[2] for section in sections]
     runs: list[int] = []
     for section, width in zip(sections, widths, strict=True):

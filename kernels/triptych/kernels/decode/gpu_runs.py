@@ -5,16 +5,14 @@
 import triton
 import triton.language as tl
 
+from triptych.kernels.decode.gpu_page_runs import added, attend_pages
 from triptych.kernels.triton.page_access import (
     capped,
-    half_of,
     halves,
     held_of,
+    key_units,
     listed_of,
-    metadata_of,
-    online_softmax,
     positions_of,
-    products,
     row_of,
     slots_of,
     split_query,
@@ -100,45 +98,36 @@ def attend_run(
         pages = tl.minimum((count + FORM.tokens - 1) // FORM.tokens, width)
         entries, has_list, count = listed_of(page_lists, base, count, pages, FORM.tokens, CHUNK)
         listed = (entries, has_list)
-    first_tile, last_tile = tiles_of(count, run, RUNS, TILE)
+    SPAN: tl.constexpr = FORM.tokens if FORM.key_bits < 16 else TILE
+    first_tile, last_tile = tiles_of(count, run, RUNS, SPAN)
     group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
     first_high, first_low, second_high, second_low, total, unit = split_query(
         query + group.to(tl.int64) * FORM.dim, G, HEADS, FORM
     )
-    factor = (unit * scale)[:, None]
+    factor = unit * scale
     oldest = oldest_of(positions, window)
-    peak = tl.full([HEADS], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([HEADS], tl.float32)
-    out_0 = tl.full([HEADS, FORM.value_tile], 0.0, tl.float32)
-    out_1 = out_0
-    out_2 = out_0
-    out_3 = out_0
-    for tile in range(first_tile, last_tile):
-        page, row, live, wrong = slots_of(
-            arena, page_count, table, width, by_page, tile * TILE, count, FORM,
-            BACKWARD, TILE, listed, base,
+    if FORM.key_bits < 16:
+        peak, weight_sum, out_0, out_1, out_2, out_3 = attend_pages(
+            first_high, first_low, second_high, second_low, total, factor, cap, oldest,
+            positions is not None, arena, page_count, table, width, by_page, count, first_tile,
+            last_tile, listed, base, FORM, BACKWARD, HEADS, EXACT, CAPPED,
         )  # fmt: skip
-        logits = tile_logits(
-            first_high, first_low, second_high, second_low, total, page, row, live, FORM, EXACT
-        )
-        logits = capped(logits * factor, cap, CAPPED)
-        shown = live
-        if positions is not None:
-            shown = shown & (positions_of(page, row, live, FORM) >= oldest)
-        hidden = tl.where(wrong, float("nan"), float("-inf"))
-        logits = tl.where(shown[None, :], logits, hidden[None, :])
-        weights, rescale, peak, weight_sum = online_softmax(logits, peak, weight_sum)
-        out_0, out_1, out_2, out_3 = add_values(
-            out_0 * rescale[:, None], out_1 * rescale[:, None], out_2 * rescale[:, None],
-            out_3 * rescale[:, None], weights, page, row, live, FORM, EXACT,
+    else:
+        peak, weight_sum, out_0 = attend_tokens(
+            first_high, first_low, factor, cap, oldest, positions is not None, arena, page_count,
+            table, width, by_page, count, first_tile, last_tile, listed, base, FORM, BACKWARD,
+            HEADS, TILE, EXACT, CAPPED,
         )  # fmt: skip
+        out_1 = out_0
+        out_2 = out_0
+        out_3 = out_0
     heads = tl.arange(0, HEADS)
     slot_of_run = (group + heads) * all_runs + tl.program_id(0)
     tl.store(peaks + slot_of_run, peak, mask=heads < G)
     tl.store(sums + slot_of_run, weight_sum, mask=heads < G)
     units = tl.arange(0, FORM.value_tile)
-    at = partial + slot_of_run.to(tl.int64)[:, None] * FORM.dim + units[None, :]
-    mask = (heads < G)[:, None] & (units < FORM.value_units)[None, :] & (first_tile < last_tile)
+    at = partial + slot_of_run.to(tl.int64)[None, :] * FORM.dim + units[:, None]
+    mask = (heads < G)[None, :] & (units < FORM.value_units)[:, None] & (first_tile < last_tile)
     tl.store(at, out_0, mask=mask)
     if FORM.value_bits < 8:
         tl.store(at + FORM.value_units, out_1, mask=mask)
@@ -148,36 +137,45 @@ def attend_run(
 
 
 @triton.jit
-def add_values(
-    out_0, out_1, out_2, out_3, weights, page, row, live, FORM: tl.constexpr, EXACT: tl.constexpr
+def attend_tokens(
+    high, low, factor, cap, oldest, is_windowed: tl.constexpr, arena, page_count, table, width,
+    stride, count, first, last, listed, base,
+    FORM: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Add the values of a tile, times their weights [HEADS, TILE], to each part of the output.
+    """Softmax over the tiles ``first`` to ``last`` of 16-bit pages, which are short.
 
-    Weights are multiplied by the scale of their value, relative to the largest scale of the tile,
-    before they are rounded to fp16; otherwise small scales would be lost. Zeros are added in
-    float32.
+    Returns peak, sum of weights, and unnormalised output.
     """
-    units = value_units(page, row, live, FORM)
-    if FORM.value_bits == 16:
-        high, low = halves(weights)
-        out_0 += products(high, low, units, EXACT)
-    else:
-        scale, zero = metadata_of(page, row, live, FORM, False)
-        top = tl.max(scale, 0)
-        relative = scale * (1.0 / tl.where(top > 0, top, 1.0))
-        high, low = halves(weights * relative[None, :])
-        shift = tl.sum(weights * zero[None, :], 1)[:, None]
-        if FORM.value_bits == 8:
-            out_0 += products(high, low, half_of(units), EXACT) * top + shift
-        if FORM.value_bits == 4:
-            out_0 += products(high, low, half_of(units & 15), EXACT) * top + shift
-            out_1 += products(high, low, half_of(units >> 4), EXACT) * top + shift
-        if FORM.value_bits == 2:
-            out_0 += products(high, low, half_of(units & 3), EXACT) * top + shift
-            out_1 += products(high, low, half_of((units >> 2) & 3), EXACT) * top + shift
-            out_2 += products(high, low, half_of((units >> 4) & 3), EXACT) * top + shift
-            out_3 += products(high, low, half_of(units >> 6), EXACT) * top + shift
-    return out_0, out_1, out_2, out_3
+    high = tl.trans(high)
+    low = tl.trans(low)
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    mass = tl.zeros([HEADS], tl.float32)
+    out = tl.full([FORM.value_tile, HEADS], 0.0, tl.float32)
+    for tile in range(first, last):
+        page, row, live, wrong = slots_of(
+            arena, page_count, table, width, stride, tile * TILE, count, FORM,
+            BACKWARD, TILE, listed, base,
+        )  # fmt: skip
+        logits = tl.zeros([TILE, HEADS], tl.float32)
+        logits = added(logits, key_units(page, row, live, FORM), high, low, EXACT)
+        logits = capped(logits * factor[None, :], cap, CAPPED)
+        shown = live
+        if is_windowed:
+            shown = shown & (positions_of(page, row, live, FORM) >= oldest)
+        hidden = tl.where(wrong, float("nan"), float("-inf"))
+        logits = tl.where(shown[:, None], logits, hidden[:, None])
+        before = peak
+        peak = tl.maximum(peak, tl.max(logits, 0))
+        start = tl.where(peak == float("-inf"), 0.0, peak)
+        weights = tl.exp2(logits - start[None, :])
+        rescale = tl.exp2(before - start)
+        mass = mass * rescale + tl.sum(weights, 0)
+        first_part, second_part = halves(weights)
+        units = value_units(page, row, live, FORM)
+        part = added(tl.zeros_like(out), tl.trans(units), first_part, second_part, EXACT)
+        out = tl.fma(out, rescale[None, :], part)
+    return peak, mass, out
 
 
 @triton.jit

@@ -127,7 +127,7 @@ def _start(
     job[HEADS], job[TOKEN_STRIDE], job[HEAD_STRIDE] = heads, token_stride, head_stride
     job[FIRST], job[SECOND], job[ANGLE_STRIDE] = first, second, angle_stride
     job.view(np.float64)[EPSILON] = epsilon
-    run_team(team, body, job.ctypes.data, threads if rows > job[CHUNK] else 1)
+    run_team(team, body, job, threads if rows > job[CHUNK] else 1)
 
 
 @kernel

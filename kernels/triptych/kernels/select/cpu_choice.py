@@ -52,7 +52,7 @@ def run_choice(words, team, body, threads):
     sections = _sections(job)
     most = _max_pages(sections)
     few = job.rows * job.kv_heads * most <= SERIAL_PAGES
-    run_team(team, body, words.ctypes.data, 1 if few else threads)
+    run_team(team, body, words, 1 if few else threads)
     return words[1] == 0
 
 

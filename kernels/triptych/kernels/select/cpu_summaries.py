@@ -35,7 +35,7 @@ OUTWARDS, ROUNDING = np.float32(0.01), np.float32(2.0**-20)
 @kernel
 def run_summaries(job, team, body, threads):
     """Summarize pages in a team; False if a page id, a row or a column is out of range."""
-    run_team(team, body, job.ctypes.data, threads if job[ITEMS] > CHUNK else 1)
+    run_team(team, body, job, threads if job[ITEMS] > CHUNK else 1)
     return job[BAD] == 0
 
 

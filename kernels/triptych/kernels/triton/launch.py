@@ -2,8 +2,9 @@
 # Neither torch's device properties nor Triton's settings are typed.
 """Launches of Triton kernels, which run or are compiled ahead of time without a GPU."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from math import e, log2
@@ -54,6 +55,8 @@ class Launch:
     registers: int = 255
     """Register limit of a thread on NVIDIA; the default is the hardware maximum. Without a limit
     the assembler may spill registers to fit more blocks."""
+    spill_bytes: int = 0
+    """Most bytes of registers of a thread that may spill, where that was measured to be faster."""
 
     @property
     def name(self) -> str:
@@ -152,6 +155,25 @@ def processors(device: torch.device) -> int:
 @cache
 def _processors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+_backend: ContextVar[str | None] = ContextVar("backend", default=None)
+
+
+@contextmanager
+def planned_for(backend: str) -> Generator[None]:
+    """Plan launches for ``"cuda"`` or ``"hip"``, whatever this process has."""
+    token = _backend.set(backend)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def has_asm() -> bool:
+    """Whether the launches that are planned now may use the assembly of NVIDIA's GPUs."""
+    backend = _backend.get() or ("hip" if torch.version.hip else "cuda")
+    return backend == "cuda" and not is_interpreted()
 
 
 def is_interpreted() -> bool:

@@ -12,11 +12,7 @@ the result of the row NaN, since an error would make the host wait.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def half_of(code):
-    """Convert codes 0 to 255 to fp16 exactly, as (1024 + code) - 1024 without an I2F conversion."""
-    return tl.cast(code.to(tl.uint16) | 0x6400, tl.float16, bitcast=True) - 1024.0
+from triptych.kernels.triton.unpack import half_of
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Section, is_channel_major
-from triptych.kernels.triton.launch import Argument, power_of_two
+from triptych.kernels.triton.launch import Argument, has_asm, power_of_two
 
 MIN_DOT = 16
 """Smallest width of a tile for tensor cores."""
@@ -46,20 +46,28 @@ class Form:
     value_metadata: int
     scores: int
     positions: int
+    page_tile: int
+    """The smallest power of two that is at least ``tokens`` and ``MIN_DOT``."""
+    has_asm: bool
+    """Whether kernels may use the assembly of NVIDIA's GPUs."""
 
     def __repr__(self) -> str:
         """A name that is a valid identifier, since compilers put it into symbols."""
-        return "form_" + "_".join(str(getattr(self, item.name)) for item in fields(self))
+        return "form_" + "_".join(str(int(getattr(self, item.name))) for item in fields(self))
 
     __str__ = __repr__
 
 
-@cache
 def form_of(layout: PageLayout) -> Form:
     """The ``Form`` of a page layout.
 
     Raises:  ConfigError if a vector has several quantization groups
     """
+    return _form_of(layout, has_asm())
+
+
+@cache
+def _form_of(layout: PageLayout, has_asm: bool) -> Form:
     form, dim, at = layout.format, layout.head_dim, layout.offsets
     if form.key_groups > 1 or form.value_groups > 1:
         raise ConfigError(
@@ -87,6 +95,8 @@ def form_of(layout: PageLayout) -> Form:
         value_metadata=at[3],
         scores=at[4],
         positions=at[5],
+        page_tile=max(MIN_DOT, power_of_two(layout.tokens)),
+        has_asm=has_asm,
     )
 
 

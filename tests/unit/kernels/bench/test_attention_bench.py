@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from triptych.core.errors import ConfigError
+from triptych.core.errors import ConfigError, TriptychError
 from triptych.kernels.bench import attention_cpu, attention_gpu, selection
 
 
@@ -52,7 +52,23 @@ def test_an_unknown_format_is_an_error() -> None:
 def test_a_gpu_row_has_device_times() -> None:
     torch.use_deterministic_algorithms(False)  # cuBLAS would require an environment variable
     shape = attention_cpu.Shape(heads=4, kv_heads=2, head_dim=64)
-    (row,) = attention_gpu.run(["k8v4"], batch=2, context=64, shape=shape, repeats=2)
-    assert row.bytes == 2 * 2 * 64 * 104
-    assert 0 < row.time_us <= row.median_us
-    assert 0 < row.share_of_copy < 1
+    rows = list(attention_gpu.run(["k8v4"], batch=2, context=64, shape=shape, repeats=2))
+    assert [(row.key_order, row.query) for row in rows] == [
+        ("token", "bf16"),
+        ("token", "fp32"),
+        ("channel", "bf16"),
+        ("channel", "fp32"),
+    ]
+    for row in rows:
+        assert row.bytes == 2 * 2 * 64 * 104
+        assert 0 < row.fastest_us <= row.median_us
+        assert 0 < row.share_of_copy < 1
+
+
+def test_a_backend_that_leaves_values_unwritten_is_not_measured() -> None:
+    shape = attention_cpu.Shape(heads=2, kv_heads=1, head_dim=16)
+    case = attention_cpu.build_case(shape, "k8v4", torch.randn(1, 2, 16), 20)
+    with attention_cpu.poisoned_memory():
+        unwritten = torch.empty(1, 2, 16)
+    with pytest.raises(TriptychError, match="off by nan on k8v4 pages"):
+        attention_cpu.check_error(unwritten, case.attend("reference"), "cpu", "k8v4")

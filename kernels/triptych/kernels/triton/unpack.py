@@ -1,0 +1,57 @@
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# Triton's language is not Python: the checker takes tiles for integers.
+"""Unpacking of codes to fp16, two numbers at a time.
+
+A byte c becomes the fp16 number 1024 + c by putting 0x64 above it, which ``prmt`` does for two
+bytes at once. Codes of 4 or 2 bits are masked where they are, so they are 1024 + 2**k c; one fused
+multiply-add on two numbers removes factor and offset, exactly. Source of the idea: Kim et al., "Who
+Says Elephants Can't Run" (2022).
+"""
+
+import triton
+import triton.language as tl
+
+ASM = """{{
+.reg .b32 codes, factor, offset;
+and.b32 codes, $2, {mask:#010x};
+mov.b32 factor, {factor:#06x}{factor:04x};
+mov.b32 offset, {offset:#06x}{offset:04x};
+prmt.b32 $0, codes, 0x64646464, 0x4140;
+prmt.b32 $1, codes, 0x64646464, 0x4342;
+fma.rn.f16x2 $0, $0, factor, offset;
+fma.rn.f16x2 $1, $1, factor, offset;
+}}"""
+"""Unpack a part of four bytes: the factor is 2**-k, the offset -1024 * 2**-k, both in fp16."""
+
+
+def _asm(bits: int, part: int) -> str:
+    shift = bits * part
+    return ASM.format(
+        mask=0x01010101 * ((1 << bits) - 1 << shift),
+        factor=(15 - shift) << 10,
+        offset=0x8000 | ((25 - shift) << 10),
+    )
+
+
+PARTS = ((8, 0), (4, 0), (4, 1), (2, 0), (2, 1), (2, 2), (2, 3))
+PART_ASM = tl.constexpr(tuple(_asm(*place) for place in PARTS))
+
+
+@triton.jit
+def half_of(code):
+    """Convert codes 0 to 255 to fp16 exactly, as (1024 + code) - 1024 without an I2F conversion."""
+    return tl.cast(code.to(tl.uint16) | 0x6400, tl.float16, bitcast=True) - 1024.0
+
+
+@triton.jit
+def codes_of(units, bits: tl.constexpr, part: tl.constexpr, HAS_ASM: tl.constexpr):
+    """fp16 codes of one part of packed bytes, which hold ``8 / bits`` parts."""
+    if HAS_ASM:
+        PLACE: tl.constexpr = 0 if bits == 8 else part + (1 if bits == 4 else 3)
+        asm: tl.constexpr = PART_ASM[PLACE]
+        codes = tl.inline_asm_elementwise(
+            asm, "=r,=r,r", [units], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:
+        codes = half_of((units >> (bits * part)) & ((1 << bits) - 1))
+    return codes

@@ -28,6 +28,7 @@ import torch
 
 from triptych.core.layout import KeyOrder
 from triptych.kernels.bench import attention_gpu, selection
+from triptych.kernels.bench.attention_cpu import build_case
 from triptych.loadgen.report.host import host_info
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +89,9 @@ def attention(asked: argparse.Namespace) -> Iterator[attention_gpu.GpuRow]:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(asked.jobs, mp_context=spawn) as pool:
         wanted = product(attention_gpu.cases(formats, orders), queries)
-        made = [pool.submit(compile_case, *case, query, *sizes) for case, query in wanted]
+        made = [
+            pool.submit(compile_case, name, order, query, *sizes) for (name, order), query in wanted
+        ]
         for future in made:
             future.result()
     yield from attention_gpu.run(
@@ -101,7 +104,7 @@ def compile_case(name: str, key_order: KeyOrder, query: str, batch: int, context
     shape = attention_gpu.LAYER
     dtype = attention_gpu.DTYPES[query]
     asked = torch.randn(batch, shape.heads, shape.head_dim, device="cuda", dtype=dtype)
-    attention_gpu.build_case(shape, name, asked, context, key_order).attend("cuda")
+    build_case(shape, name, asked, context, key_order).attend("cuda")
     torch.cuda.synchronize()
 
 

@@ -1,4 +1,4 @@
-# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 # Triton's language is not Python: the checker takes tiles for integers.
 """Unpacking of codes to fp16, two numbers at a time.
 

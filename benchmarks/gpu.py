@@ -88,9 +88,10 @@ def attention(asked: argparse.Namespace) -> Iterator[attention_gpu.GpuRow]:
     queries, sizes = asked.queries.split(","), (asked.batch, asked.context)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(asked.jobs, mp_context=spawn) as pool:
-        wanted = product(attention_gpu.cases(formats, orders), queries)
         made = [
-            pool.submit(compile_case, name, order, query, *sizes) for (name, order), query in wanted
+            pool.submit(compile_case, name, order, query, *sizes)
+            for name, order in attention_gpu.cases(formats, orders)
+            for query in queries
         ]
         for future in made:
             future.result()

@@ -65,3 +65,10 @@ def test_what_is_left_must_do_for_a_request() -> None:
     )
     with pytest.raises(ConfigError, match=f"beside pool.prefix_bytes={6 * page}"):
         plan(TINY, kv_cache_memory_bytes=10 * page - 1, prefix_bytes=6 * page)
+
+
+@pytest.mark.parametrize(("gpus", "order"), [(0, "channel"), (1, "token")])
+def test_keys_lie_as_the_device_of_decode_reads_them(gpus: int, order: str) -> None:
+    settings = {"compressor": {"policy": "diffkv"}, "decode": {"actor": {"num_gpus": gpus}}}
+    made = PagePlan.of(AppConfig.from_mapping(settings), SMOLLM2)
+    assert [layout.key_order for layout in made.classes] == [order, order]

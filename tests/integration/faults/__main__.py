@@ -11,6 +11,7 @@ of a prefill, compress or decode worker, or if no process died at a point.
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,15 +25,16 @@ from triptych.cli.output import console, make_table, write_json
 from triptych.loadgen.report.host import host_info
 
 
-async def run(seeds: int, roles: set[str], out: Path | None, *, in_parts: bool) -> int:
-    points = [p for p in (PART_POINTS if in_parts else WHOLE_POINTS) if p.role in roles]
+async def run(seeds: range, wanted: Sequence[str], out: Path | None, *, in_parts: bool) -> int:
+    every = PART_POINTS if in_parts else WHOLE_POINTS
+    points = [point for point in every if point.role in wanted or point.name in wanted]
     trials = list[Trial]()
     bad = list[Trial]()
     with TemporaryDirectory() as folder:
         model = save_tiny_model(Path(folder), layers=7 if in_parts else 2)
         async with Cluster(model, in_parts=in_parts) as cluster:
             tries = await Trials.of(cluster)
-            for seed in range(seeds):
+            for seed in seeds:
                 for point in track(points, f"seed {seed}", console=console):
                     trial = await tries.run(point, seed)
                     trials.append(trial)
@@ -46,11 +48,11 @@ async def run(seeds: int, roles: set[str], out: Path | None, *, in_parts: bool) 
 
 
 def report(
-    seeds: int, trials: list[Trial], bad: list[Trial], deaths: dict[str, int]
+    seeds: range, trials: list[Trial], bad: list[Trial], deaths: dict[str, int]
 ) -> dict[str, object]:
     return {
         "host": host_info(),
-        "asked": {"seeds": seeds},
+        "asked": {"seeds": len(seeds), "first_seed": seeds.start},
         "deaths": deaths,
         "roles": by_role(trials),
         "points": by_point(trials),
@@ -79,7 +81,9 @@ def totals(trials: list[Trial]) -> dict[str, object]:
         "died": sum(one.died for one in trials),
         "answers": CLIENTS * len(trials),
         "lost": sum(len(one.lost) for one in trials),
+        "retried": sum(one.retried for one in trials),
         "changed": sum(one.wrong for one in trials),
+        "changed_at_once": sum(one.wrong_at_once for one in trials),
         "faults": sum(len(one.faults) for one in trials),
     }
 
@@ -93,12 +97,15 @@ def show(trials: list[Trial]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20, help="trials of each point; default 20")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--roles", default=",".join(PLACES), help="kinds of process; default all")
+    parser.add_argument("--point", action="append", help="a point, in place of roles; repeatable")
     parser.add_argument("--parts", action="store_true", help="points of layer-wise prefill")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     asked = parser.parse_args()
-    roles = set(asked.roles.split(","))
-    sys.exit(asyncio.run(run(asked.seeds, roles, asked.json, in_parts=asked.parts)))
+    wanted = asked.point or asked.roles.split(",")
+    seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
+    sys.exit(asyncio.run(run(seeds, wanted, asked.json, in_parts=asked.parts)))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport import run_dir
 from triptych.kvpool import PoolServer, PoolStats, PrefixSettings
 from triptych.kvpool.rpc.calls import CheckPool, StatPool
-from triptych.router import Scheduler
+from triptych.router import RequestAttempts, Scheduler
 from triptych.router.passes.migration import can_move
 from triptych.router.state.request_table import State
 
@@ -63,6 +63,8 @@ class Answer:
     """Of pages that it read where the cache has them."""
     rated: list[int] = field(default_factory=list[int])
     """Tokens that came with a log probability."""
+    retries: int = 0
+    """Attempts after the first, each of which computes the prompt anew."""
 
 
 class Cluster:
@@ -102,6 +104,8 @@ class Cluster:
         self._ids = itertools.count()
         # Nobody asks for the status, so there need be no handle to ask through.
         self.engine = RouterClient(self.plan)
+        self._attempts = Counter[str]()
+        self._count_attempts()
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -158,7 +162,17 @@ class Cluster:
                         answer.ending = event.finish or answer.ending
                         if event.compression:
                             answer.shared_bytes = event.compression.shared_bytes
+        answer.retries = self._attempts.pop(name, 0)
         return answer
+
+    def _count_attempts(self) -> None:
+        begin_again = self.engine.attempts.again
+
+        def again(attempts: RequestAttempts) -> bool:
+            self._attempts[attempts.id.partition("~")[0]] += 1
+            return begin_again(attempts)
+
+        self.engine.attempts.again = again
 
     async def settled(self) -> None:
         """Wait until nobody holds anything; raises TimeoutError that says who does."""

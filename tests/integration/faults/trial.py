@@ -102,6 +102,10 @@ class Trial:
     """How the answers ended that were not completed."""
     wrong: int
     """Answers whose tokens differ from those of a run without a death."""
+    retried: int
+    """Answers of more than one attempt."""
+    wrong_at_once: int
+    """Answers of a single attempt whose tokens differ."""
     faults: list[str] = field(default_factory=list[str])
 
     def is_good(self, point: Point) -> bool:
@@ -153,16 +157,20 @@ class Trials:
             await self.cluster.settled()
         except TimeoutError as error:
             faults.append(str(error))
+        changed = [
+            answer
+            for answer, other in zip(answers, self.whole, strict=True)
+            if answer.ending == "length" and answer.tokens != other.tokens
+        ]
         return Trial(
             point=point.name,
             seed=seed,
             pass_number=number,
             died=not board.disarm(),
             lost=[lost for client, answer in enumerate(answers) if (lost := fate(client, answer))],
-            wrong=sum(
-                answer.ending == "length" and answer.tokens != other.tokens
-                for answer, other in zip(answers, self.whole, strict=True)
-            ),
+            wrong=len(changed),
+            retried=sum(answer.retries > 0 for answer in answers),
+            wrong_at_once=sum(answer.retries == 0 for answer in changed),
             faults=faults,
         )
 

@@ -222,7 +222,7 @@ class RouteHandlers:
         tokens = await self._tokens(body)
         answer: dict[str, object] = {
             "count": len(tokens),
-            "max_model_len": self._serving.model.context_tokens,
+            "max_model_len": self._serving.model.max_model_len,
             "tokens": tokens,
         }
         if body.return_token_strs:

@@ -148,7 +148,7 @@ class OpenAIServing:
             "owned_by": "triptych",
             "root": model.root or model.name,
             "parent": None,
-            "max_model_len": model.context_tokens,
+            "max_model_len": model.max_model_len,
             "permission": [],
         }
         plugins = {offer.plugin: _shown(offer) for offer in model.plugins}

@@ -226,7 +226,7 @@ class RequestBuilder:
             text = "truncate_prompt_tokens=0: it leaves nothing of the prompt"
             raise RequestError(text, "truncate_prompt_tokens")
         if keep < 0:
-            keep = max(1, self._model.context_tokens - max(body.answer_tokens[0] or 1, 1))
+            keep = max(1, self._model.max_model_len - max(body.answer_tokens[0] or 1, 1))
         return prompt[len(prompt) - keep :] if keep < len(prompt) else prompt
 
     async def _encode_prompts(self, body: CompletionBody) -> list[list[int]]:
@@ -327,7 +327,9 @@ class RequestBuilder:
             raise PromptTooLong(
                 self._too_long(prompt_tokens, wanted, param), param if room < 1 else name
             )
-        limit = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
+        served = self._model.max_model_len - prompt_tokens
+        longest = served if served > 0 else room
+        limit = longest if isinstance(body, ChatBody) else min(longest, DEFAULT_COMPLETION_TOKENS)
         limit = limit if wanted is None else wanted
         if body.min_tokens > limit:
             text = f"min_tokens={body.min_tokens} is more than the answer may have: {limit}"

@@ -62,7 +62,7 @@ class OpenAIServing:
         self.engine = engine
         self.model = model
         self.config = config
-        self.codec = TextCodec(tokenizer, model.context_tokens)
+        self.codec = TextCodec(tokenizer, model.max_model_len)
         self.request_builder = RequestBuilder(
             engine=engine, codec=self.codec, model=model, config=config
         )

@@ -76,4 +76,10 @@ async def test_a_chat_without_max_tokens_is_bounded_by_what_is_served(
         ((request,),) = engine.calls
         assert len(request.prompt) + request.sampling.max_tokens == 500
         longer = await client.post("/v1/chat/completions", json={**chat, "max_tokens": 1000})
-        assert longer.status_code == 200  # the router knows whether it fits
+        assert longer.status_code == 200  # a short prompt leaves room for a long answer
+        cut = {"prompt": [5] * 900, "max_tokens": 2, "truncate_prompt_tokens": -1}
+        assert (await client.post("/v1/completions", json=cut)).status_code == 200
+        assert len(engine.calls[-1][0].prompt) == 498
+        refused = await client.post("/v1/completions", json=body(500))
+        assert refused.status_code == 400
+        assert "maximum context length is 500 tokens" in refused.text

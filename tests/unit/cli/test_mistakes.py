@@ -518,6 +518,24 @@ MANIFESTS: dict[str, tuple[Plant, str]] = {
     ),
     "a moving image": (pod(lambda p, c: c.update(image="triptych:latest")), "name a version"),
     "no limits": (pod(lambda p, c: c["resources"].pop("limits")), "resources.limits.cpu"),
+    "a name without room for KubeRay's": (
+        lambda s, g: s["metadata"].update(name="a" * 48),
+        "has 48 characters, and the limit is 47",
+    ),
+    "a name that begins with a digit": (
+        lambda s, g: s["metadata"].update(name="9llm"),
+        "'9llm' is no DNS name",
+    ),
+    "a name with other characters": (
+        lambda s, g: s["metadata"].update(name="Bad_Name"),
+        "'Bad_Name' is no DNS name",
+    ),
+    "a group's name": (group(lambda g: g.update(groupName="A_b")), "groupName 'A_b' is no DNS"),
+    "a container's name": (pod(lambda p, c: c.update(name="a.b")), "container 'a.b' is no DNS"),
+    "a volume's name": (
+        pod(lambda p, c: p["volumes"].append({"name": "v" * 64, "emptyDir": {}})),
+        "has 64 characters, and the limit is 63",
+    ),
     "a group without a pod": (
         group(lambda g: g.pop("template")),
         "compare it with the one in k8s/",

@@ -346,8 +346,9 @@ class RequestBuilder:
     async def _sampling(
         self, body: GenerationBody, logprobs: int, tools: Sequence[Tool] = ()
     ) -> Sampling:
+        grammar = await self._grammar(body, tools)
         return Sampling(
-            grammar=await self._grammar(body, tools),
+            grammar=grammar,
             tool_calls=bool(tools),
             temperature=float(body.temperature),
             top_k=max(body.top_k, 0),
@@ -358,7 +359,7 @@ class RequestBuilder:
             frequency_penalty=float(body.frequency_penalty),
             logit_bias=self._logit_bias(body.logit_bias),
             min_tokens=body.min_tokens,
-            ignore_eos=body.ignore_eos,
+            ignore_eos=body.ignore_eos and not grammar,
             stop=body.stops,
             include_stop=body.include_stop_str_in_output,
             stop_token_ids=tuple(body.stop_token_ids),

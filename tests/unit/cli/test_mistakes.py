@@ -366,7 +366,20 @@ def test_a_wrong_setting_is_named_with_what_was_expected(name: str) -> None:
     assert says in str(found.value)
 
 
-@pytest.mark.parametrize("options", [{"port": "8000"}, {"port": 0}, {"host": 8000}, ["8000"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"port": "8000"},
+        {"port": 0},
+        {"host": 8000},
+        {"host": "[::1]"},
+        {"host": "127.0.0.1:8000"},
+        {"host": "http://localhost"},
+        {"host": "a b"},
+        {"host": ""},
+        ["8000"],
+    ],
+)
 def test_a_wrong_address_is_refused(tmp_path: Path, options: object) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**DEFAULT, "http_options": options}))
@@ -374,7 +387,9 @@ def test_a_wrong_address_is_refused(tmp_path: Path, options: object) -> None:
         read_http(path)
 
 
-@pytest.mark.parametrize("options", [{}, None, {"port": 9000}, {"host": "0.0.0.0"}])
+@pytest.mark.parametrize(
+    "options", [{}, None, {"port": 9000}, {"host": "0.0.0.0"}, {"host": "::"}, {"host": "node-1.a"}]
+)
 def test_an_address_that_is_not_given_is_the_usual_one(tmp_path: Path, options: object) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**DEFAULT, "http_options": options}))

@@ -267,7 +267,9 @@ class RouteHandlers:
         """Responses in progress, in vLLM's format."""
         return JsonResponse({"server_load": self._serving.metrics.in_progress})
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
+        if self._config.private_metrics:
+            self._admin(request)
         gauges: Mapping[str, float] = {}
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):

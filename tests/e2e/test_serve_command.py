@@ -38,3 +38,4 @@ def test_a_server_that_is_terminated_leaves_nothing_in_shared_memory(tmp_path: P
         process.kill()
         process.wait()
     assert not pools() - before
+    assert "retries remaining" not in log.read_text()  # of calls that Serve's controller ends under

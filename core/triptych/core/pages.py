@@ -185,6 +185,15 @@ class PagePlan:
         return min(self.layers_at_once, of_a_step) or every
 
     @property
+    def layer_group_bounds(self) -> tuple[int, ...]:
+        """Prompt lengths between which ``layers_of`` is constant: it may change after each."""
+        if not self.layers_at_once:
+            return ()
+        every = self.geometry.layers
+        steps = {self.chunk_tokens * every // layers for layers in range(1, every + 1)}
+        return tuple(sorted({self.chunk_tokens, *steps}))
+
+    @property
     def sink_pages(self) -> int:
         """Raw pages of a head row that are never encoded."""
         return self.sink_tokens // self.raw.tokens

@@ -3,6 +3,7 @@
 # pyright: reportUntypedClassDecorator=false, reportFunctionMemberAccess=false
 """``build_app``, which ``serve run config.yaml`` calls. It checks all before actors start."""
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,6 +41,8 @@ from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
 from triptych.workers.models.store.model_store import resolve
 from triptych.workers.models.tokenizer import open_tokenizer
+
+logger = logging.getLogger(__name__)
 
 UNLIMITED = 1_000_000
 """Bound on requests in Serve's own queues: the router queues and rejects, so Serve must not."""
@@ -89,6 +92,8 @@ def make_plan(config: AppConfig) -> AppPlan:
         shards=config.router.shards,
     )
     plan.check()
+    if plan.context_warning:
+        logger.warning("%s", plan.context_warning)
     return plan
 
 

@@ -2,16 +2,17 @@
 
 import secrets
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from triptych.core.config import AppConfig
+from triptych.core.config import MIB, AppConfig
 from triptych.core.errors import ConfigError, ModelError
 from triptych.core.pages import PagePlan
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
 from triptych.core.shards import shard_of
-from triptych.router import Windows
+from triptych.router import ByteModel, ContextLimits, Windows, schedule_named
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,54 @@ class AppPlan:
         return Windows.of(self.config, self.context_tokens)
 
     @property
-    def max_model_len(self) -> int:
-        """Prompt plus output tokens that a client may request."""
+    def wanted_model_len(self) -> int:
+        """Prompt plus output tokens by the settings and the model, whatever the pool holds."""
         asked = self.config.model.max_model_len
         return self.context_tokens if asked == "auto" else max(self.context_tokens, asked)
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt plus output tokens that are served, however they are split."""
+        most = self.limits.every_split
+        return self.wanted_model_len if most >= self.context_tokens else most
+
+    @property
+    def longest_request_tokens(self) -> int:
+        """Prompt plus output tokens beyond which nothing is served, however they are split."""
+        most = self.limits.total_tokens
+        return self.wanted_model_len if most >= self.context_tokens else max(1, most)
+
+    @cached_property
+    def limits(self) -> ContextLimits:
+        """The longest requests that the pool holds, up to the context (a window, if longer)."""
+        schedule = schedule_named(self.config.router.batch_policy)
+        return ByteModel(self.pages).limits(
+            self.bookable_bytes,
+            self.context_tokens,
+            is_layerwise=schedule.compress.most is None,
+        )
+
+    @property
+    def context_warning(self) -> str:
+        """One line if the pool holds less than the context that the settings ask for; or empty."""
+        served, wanted = self.max_model_len, self.wanted_model_len
+        if served >= wanted:
+            return ""
+        capacity, needed = self.config.pool.kv_cache_memory_bytes, self._capacity_for_context()
+        of_all = " for all shards" if self.shards > 1 else ""
+        return (
+            f"pool.kv_cache_memory_bytes={capacity}{self._each} holds requests of up to {served} "
+            f"tokens, less than the context of {wanted}: raise it to {needed} or more"
+            f"{of_all}, or set model.max_model_len to {served}"
+        )
+
+    def _capacity_for_context(self) -> int:
+        """An upper bound of the capacity of all shards that serves the whole context, in 64 MiB."""
+        needed = ByteModel(self.pages).estimate(self.context_tokens, 0).peak + self._stock_bytes
+        prefixes = self.config.pool.prefix_bytes  # auto: a quarter of the capacity
+        whole = -(-needed * 4 // 3) if prefixes == "auto" else needed + prefixes
+        step = 64 * MIB
+        return -(-(whole + self.pages.page_bytes) // step) * step * self.shards
 
     @property
     def pool_pages(self) -> int:

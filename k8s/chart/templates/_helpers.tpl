@@ -29,6 +29,10 @@
 {{- $_ := set . "command" (append (initial .command) $root.Values.model) }}
 {{- end }}
 {{- end }}
+{{- range $root.Values.image.pullSecrets }}
+{{- $secrets := $.pod.imagePullSecrets | default list }}
+{{- $_ := set $.pod "imagePullSecrets" (append $secrets (dict "name" .)) }}
+{{- end }}
 {{- range .pod.volumes }}
 {{- if and $claim (hasKey . "persistentVolumeClaim") }}
 {{- $_ := set .persistentVolumeClaim "claimName" $claim }}

@@ -3,7 +3,7 @@
 from triptych.router.frontend.context_windows import Windows
 from triptych.router.frontend.retries import AttemptTable, RequestAttempts
 from triptych.router.frontend.shards import Shards
-from triptych.router.models.memory_estimate import ByteModel, RequestBytes
+from triptych.router.models.memory_estimate import ByteModel, ContextLimits, RequestBytes
 from triptych.router.plugins import (
     BATCH_POLICIES,
     PLACEMENT_POLICIES,
@@ -24,6 +24,7 @@ __all__ = [
     "AttemptTable",
     "Budget",
     "ByteModel",
+    "ContextLimits",
     "Decision",
     "Explanation",
     "Line",

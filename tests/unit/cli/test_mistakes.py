@@ -366,7 +366,20 @@ def test_a_wrong_setting_is_named_with_what_was_expected(name: str) -> None:
     assert says in str(found.value)
 
 
-@pytest.mark.parametrize("options", [{"port": "8000"}, {"port": 0}, {"host": 8000}, ["8000"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"port": "8000"},
+        {"port": 0},
+        {"host": 8000},
+        {"host": "[::1]"},
+        {"host": "127.0.0.1:8000"},
+        {"host": "http://localhost"},
+        {"host": "a b"},
+        {"host": ""},
+        ["8000"],
+    ],
+)
 def test_a_wrong_address_is_refused(tmp_path: Path, options: object) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**DEFAULT, "http_options": options}))
@@ -374,7 +387,9 @@ def test_a_wrong_address_is_refused(tmp_path: Path, options: object) -> None:
         read_http(path)
 
 
-@pytest.mark.parametrize("options", [{}, None, {"port": 9000}, {"host": "0.0.0.0"}])
+@pytest.mark.parametrize(
+    "options", [{}, None, {"port": 9000}, {"host": "0.0.0.0"}, {"host": "::"}, {"host": "node-1.a"}]
+)
 def test_an_address_that_is_not_given_is_the_usual_one(tmp_path: Path, options: object) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**DEFAULT, "http_options": options}))
@@ -518,6 +533,24 @@ MANIFESTS: dict[str, tuple[Plant, str]] = {
     ),
     "a moving image": (pod(lambda p, c: c.update(image="triptych:latest")), "name a version"),
     "no limits": (pod(lambda p, c: c["resources"].pop("limits")), "resources.limits.cpu"),
+    "a name without room for KubeRay's": (
+        lambda s, g: s["metadata"].update(name="a" * 48),
+        "has 48 characters, and the limit is 47",
+    ),
+    "a name that begins with a digit": (
+        lambda s, g: s["metadata"].update(name="9llm"),
+        "'9llm' is no DNS name",
+    ),
+    "a name with other characters": (
+        lambda s, g: s["metadata"].update(name="Bad_Name"),
+        "'Bad_Name' is no DNS name",
+    ),
+    "a group's name": (group(lambda g: g.update(groupName="A_b")), "groupName 'A_b' is no DNS"),
+    "a container's name": (pod(lambda p, c: c.update(name="a.b")), "container 'a.b' is no DNS"),
+    "a volume's name": (
+        pod(lambda p, c: p["volumes"].append({"name": "v" * 64, "emptyDir": {}})),
+        "has 64 characters, and the limit is 63",
+    ),
     "a group without a pod": (
         group(lambda g: g.pop("template")),
         "compare it with the one in k8s/",

@@ -195,3 +195,21 @@ def test_keys_of_ray_serve_are_checked(
     code, _, err = run("validate", text)
     assert code == 2
     assert says in err
+
+
+def test_a_context_that_the_pool_does_not_hold_is_a_warning(
+    tiny: Path, tmp_path: Path, run: Run
+) -> None:
+    pool = {"kv_cache_memory_bytes": 1 << 20, "prefix_bytes": 0, "extent_pages": 1}
+    code, out, _ = run(
+        "validate", serve_text(tmp_path, {"model": {"name": str(tiny)}, "pool": pool})
+    )
+    assert code == 0
+    assert "warning: " not in out
+    pool["kv_cache_memory_bytes"] = 300_000
+    code, out, _ = run(
+        "validate", serve_text(tmp_path, {"model": {"name": str(tiny)}, "pool": pool})
+    )
+    assert code == 0
+    assert "warning: pool.kv_cache_memory_bytes=300000 holds requests of up to " in out
+    assert "less than the context of 512: raise it to " in out

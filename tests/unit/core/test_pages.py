@@ -1,6 +1,10 @@
 """How much of a pool is for prefixes, and the shape of their blocks."""
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
@@ -72,3 +76,13 @@ def test_keys_lie_as_the_device_of_decode_reads_them(gpus: int, order: str) -> N
     settings = {"compressor": {"policy": "diffkv"}, "decode": {"actor": {"num_gpus": gpus}}}
     made = PagePlan.of(AppConfig.from_mapping(settings), SMOLLM2)
     assert [layout.key_order for layout in made.classes] == [order, order]
+
+
+@given(st.integers(1, 12), st.integers(1, 100), st.integers(0, 5), st.integers(1, 400))
+def test_layers_at_once_change_only_after_a_bound(
+    layers: int, chunk: int, at_once: int, tokens: int
+) -> None:
+    geometry = replace(TINY, layers=layers)
+    made = replace(plan(geometry), chunk_tokens=chunk, layers_at_once=at_once)
+    if made.layers_of(tokens) != made.layers_of(tokens + 1):
+        assert tokens in made.layer_group_bounds

@@ -4,18 +4,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, ModelError
 from triptych.core.layout import Geometry
 from triptych.core.messages import Report
 from triptych.core.pages import PagePlan
+from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.monitoring.status import Status
 from triptych.kvpool import DiskStats, LocalPool, Namespace, PrefixSettings, Publication
 from triptych.router import RouterSnapshot
 
 CAPACITY = 128 << 20
+LONG = 131_072
 
 
 def plan(**pool: object) -> AppPlan:
@@ -50,6 +54,57 @@ def test_requests_book_neither_stocks_nor_prefixes() -> None:
 def test_too_little_for_requests_is_an_error(pool: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan(**pool).check()
+
+
+def of_context(context_tokens: int, **settings: object) -> AppPlan:
+    config = shard_of(AppConfig.from_mapping(settings), 0)
+    geometry = Geometry(layers=30, kv_heads=3, head_dim=64)
+    return replace(
+        plan(),
+        config=config,
+        pages=PagePlan.of(config, geometry, is_plain=True),
+        context_tokens=context_tokens,
+        shards=AppConfig.from_mapping(settings).router.shards,
+    )
+
+
+def test_a_context_that_the_pool_holds_is_served_whole() -> None:
+    pool = {"kv_cache_memory_bytes": CAPACITY}
+    fine = of_context(2048, pool=pool)
+    assert (fine.max_model_len, fine.longest_request_tokens) == (2048, 2048)
+    assert fine.context_warning == ""
+    in_windows = of_context(2048, pool=pool, model={"max_model_len": 100_000})
+    assert (in_windows.max_model_len, in_windows.context_warning) == (100_000, "")
+
+
+@given(
+    st.fixed_dictionaries(
+        {"kv_cache_memory_bytes": st.sampled_from([CAPACITY, 2 * CAPACITY])},
+        optional={"prefix_bytes": st.sampled_from([0, 1 << 22]), "extent_pages": st.just(64)},
+    ),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["uniform:k8v4", "uniform:fp16", "diffkv"]),
+)
+def test_a_context_that_the_pool_does_not_hold_is_said_and_bounded(
+    pool: dict[str, int], shards: int, policy: str
+) -> None:
+    actor = {"actor": {"num_replicas": shards}}
+    settings = {
+        "prefill": actor,
+        "compressor": {"policy": policy, **actor},
+        "decode": actor,
+        "router": {"shards": shards},
+    }
+    small = of_context(LONG, pool=pool, **settings)
+    served = small.max_model_len
+    assert 100 < served <= small.longest_request_tokens < LONG
+    warning = small.context_warning
+    assert f"requests of up to {served} tokens, less than the context of {LONG}" in warning
+    assert f"set model.max_model_len to {served}" in warning
+    assert of_context(served, pool=pool, **settings).context_warning == ""
+    raised = int(warning.split("raise it to ")[1].split()[0])
+    more = {**pool, "kv_cache_memory_bytes": raised}
+    assert of_context(LONG, pool=more, **settings).context_warning == ""
 
 
 def test_a_worker_that_loads_other_files_is_refused() -> None:

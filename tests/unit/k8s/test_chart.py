@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.unit.k8s.kustomize import Body
-from tests.unit.k8s.test_manifests import K8S, ROOT, of_kind, rendered, validate
+from tests.unit.k8s.test_manifests import K8S, ROOT, of_kind, pod_templates, rendered, validate
 from triptych.cli.checks.manifests import find_problems
 from triptych.core.config import AppConfig
 
@@ -52,7 +52,12 @@ def test_it_makes_what_the_kustomization_makes(folder: str) -> None:
 def test_values_reach_every_object_that_they_concern() -> None:
     bodies = install(
         {
-            "image": {"repository": "registry/triptych", "tag": "9.9.9", "pullPolicy": "Always"},
+            "image": {
+                "repository": "registry/triptych",
+                "tag": "9.9.9",
+                "pullPolicy": "Always",
+                "pullSecrets": ["first", "second"],
+            },
             "model": "my/model",
             "args": {"pool": {"kv_cache_memory_bytes": 2 << 30}, "ingress": {"max_choices": 2}},
             "models": {"storageClass": "fast", "storage": "100Gi"},
@@ -67,6 +72,9 @@ def test_values_reach_every_object_that_they_concern() -> None:
     assert {body["metadata"]["namespace"] for body in bodies} == {"elsewhere"}
     text = yaml.safe_dump(bodies)
     assert text.count("registry/triptych:9.9.9") == text.count("image:") == 4
+    for _, template in pod_templates(bodies):
+        secrets = template["spec"]["imagePullSecrets"]
+        assert secrets == [{"name": "first"}, {"name": "second"}]
     assert "smollm2" not in text
     (service,) = of_kind(bodies, "RayService")
     (app,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]

@@ -14,6 +14,7 @@ from typing import Any, cast
 import yaml
 
 from triptych.cli.checks.diagnosis import processes_bytes, workers_at_most
+from triptych.cli.checks.object_names import name_errors, name_errors_in_pod
 from triptych.cli.serving.serve_file import ServedApp, parse_serve_config
 from triptych.core.config import GIB, MIB, AppConfig
 from triptych.core.errors import ConfigError
@@ -67,7 +68,7 @@ def find_problems(bodies: Sequence[Body]) -> list[Problem]:
     found = list[Problem]()
     for body in bodies:
         try:
-            found += [*_in_pods(body), *_in_object(body, around)]
+            found += [*_in_names(body), *_in_pods(body), *_in_object(body, around)]
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             found.append(
                 Problem(
@@ -115,6 +116,14 @@ def _is_among(peers: Sequence[Body], labels: Body) -> bool:
         and peer["podSelector"].get("matchLabels", {}).items() <= labels.items()
         for peer in peers
     )
+
+
+def _in_names(body: Body) -> Iterator[Problem]:
+    for error in name_errors(body):
+        yield Problem(_title(body), error, "choose another name")
+    for at, pod in _pods(body):
+        for error in name_errors_in_pod(pod):
+            yield Problem(at, error, "choose another name")
 
 
 def _in_object(body: Body, around: Surroundings) -> Iterator[Problem]:

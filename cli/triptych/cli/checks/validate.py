@@ -56,6 +56,8 @@ class Facts:
     """Plug-ins of the decode step, in their order."""
     network: str
     """Authentication between processes of different nodes."""
+    warnings: tuple[str, ...]
+    """What works, but not as the settings ask for."""
 
 
 def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False) -> None:
@@ -81,6 +83,8 @@ def validate(config: ConfigPath = Path("config.yaml"), as_json: JsonFlag = False
         if fact.plugins:
             console.print(f"in a decode step: {', '.join(fact.plugins)}", markup=False)
         console.print(f"between nodes: {fact.network}", markup=False)
+        for warning in fact.warnings:
+            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
         if fact.disk:
             text = (
                 "disk: up to {bytes:,} bytes of prefixes in {path}, where {free_bytes:,} are free"
@@ -306,4 +310,5 @@ def _facts(app: ServedApp) -> Facts:
         arena=check_arena(app.config),
         plugins=check_steps(app.config, facts, pages),
         network=check_network(app.config),
+        warnings=(plan.context_warning,) if plan and plan.context_warning else (),
     )

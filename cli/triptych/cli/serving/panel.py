@@ -22,7 +22,9 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
     config = app.config
     facts = describe(resolve(config.model.name, allow_download=False))
     context = config.context_tokens(facts.context_tokens)
-    plan = app_plan(config, facts.geometry, context, find_profile(config, facts))
+    profile = find_profile(config, facts)
+    plan = app_plan(config, facts.geometry, context, profile, is_plain=facts.is_plain)
+    served = str(context) if not plan.context_warning else f"{plan.max_model_len} of {context}"
     url = http.url + app.route_prefix.rstrip("/")
     body = {
         "model": config.model.public_name,
@@ -33,7 +35,8 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
     return [
         ("address", f"{url}/v1"),
         *([("gRPC", f"{bracketed(config.ingress.grpc_host)}:{grpc}")] if grpc else []),
-        ("model", f"{config.model.public_name}, {context} tokens of context, {config.topology}"),
+        ("model", f"{config.model.public_name}, {served} tokens of context, {config.topology}"),
+        *([("warning", plan.context_warning)] if plan.context_warning else []),
         ("pages", describe_pages(plan)),
         ("precision", ", ".join(describe_precision(plan))),
         (

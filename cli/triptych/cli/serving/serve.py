@@ -19,9 +19,12 @@ from triptych.kvpool.pool.arena import remove_orphans, shared_memory_dir
 RAY_ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "triptych.deployments.proxy_errors:middlewares",
     WORKER_NICENESS: "0",
+    "RAY_enable_output_error_log_if_still_retry": "0",
 }
 """Ray reads these when it starts: errors of its proxies have OpenAI's shape, and workers get the
-cores as any other process does. Variables that are set stay as they are."""
+cores as any other process does. Calls of Serve's controller have retries without end, and at a stop
+it ends under them: Ray does not print that they are retried. Variables that are set stay as they
+are."""
 DRAIN_MARGIN_S = 10.0
 """How much longer than the grace period the routers may take to drain."""
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import yaml
 
-from triptych.core.config import AppConfig
+from triptych.core.config import HOST, AppConfig, is_host
 from triptych.core.config.cache_dirs import writable_cache_dir
 from triptych.core.errors import ConfigError
 from triptych.kvpool import bracketed
@@ -65,8 +65,8 @@ def parse_http(text: str, path: str) -> HttpOptions:
         raise ConfigError(f"{path}: http_options={options!r}: expected a mapping")
     given, usual = cast("dict[str, Any]", options), HttpOptions()
     host, port = given.get("host", usual.host), given.get("port", usual.port)
-    if not isinstance(host, str):
-        raise ConfigError(f"{path}: http_options.host={host!r}: expected an address")
+    if not isinstance(host, str) or not is_host(host):
+        raise ConfigError(f"{path}: http_options.host={host!r}: expected {HOST}")
     if type(port) is not int or not 0 < port < 65536:
         raise ConfigError(f"{path}: http_options.port={port!r}: expected 1 to 65535")
     return HttpOptions(host, port)

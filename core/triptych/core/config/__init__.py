@@ -17,10 +17,11 @@ from triptych.core.config.stages import (
     check_policy,
 )
 from triptych.core.config.steps import SelectionConfig, StepPluginConfig
-from triptych.core.config.values import GIB, MIB, Auto, require
+from triptych.core.config.values import GIB, HOST, MIB, Auto, is_host, require
 
 __all__ = [
     "GIB",
+    "HOST",
     "MIB",
     "ActorConfig",
     "AppConfig",
@@ -41,5 +42,6 @@ __all__ = [
     "StepPluginConfig",
     "WorkerGroup",
     "check_policy",
+    "is_host",
     "require",
 ]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from triptych.core.config.request_limits import RequestLimitsConfig
-from triptych.core.config.values import MIB, require
+from triptych.core.config.values import HOST, MIB, is_host, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,10 @@ class IngressConfig:
     strict_params: bool = False
     """Whether an unknown field of a request is an error (400); otherwise it is ignored."""
 
+    private_metrics: bool = False
+    """Whether ``/metrics`` needs an admin key, which Prometheus sends as a bearer token. Only with
+    ``api_keys``."""
+
     vllm_metrics: bool = False
     """Whether ``/metrics`` also has the common metrics under vLLM's names (``vllm:...``), for
     gateways, autoscalers and dashboards that expect them."""
@@ -73,7 +77,7 @@ class IngressConfig:
         require(self.num_replicas >= 1, "ingress.num_replicas", self.num_replicas, ">= 1")
         port, host = self.grpc_port, self.grpc_host
         require(0 <= port < 1 << 16, "ingress.grpc_port", port, "0 to 65535")
-        require(bool(host.strip()), "ingress.grpc_host", host, "an address")
+        require(is_host(host), "ingress.grpc_host", host, HOST)
         require(
             self.max_body_bytes >= 1024, "ingress.max_body_bytes", self.max_body_bytes, ">= 1024"
         )
@@ -86,3 +90,7 @@ class IngressConfig:
         seconds, opened = self.write_timeout_s, self.max_open_requests
         require(seconds > 0, "ingress.write_timeout_s", seconds, "> 0")
         require(opened >= 1, "ingress.max_open_requests", opened, ">= 1")
+        private, has_keys = self.private_metrics, bool(self.api_keys)
+        require(
+            has_keys or not private, "ingress.private_metrics", private, "False without api_keys"
+        )

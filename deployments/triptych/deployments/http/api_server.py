@@ -222,7 +222,7 @@ class RouteHandlers:
         tokens = await self._tokens(body)
         answer: dict[str, object] = {
             "count": len(tokens),
-            "max_model_len": self._serving.model.context_tokens,
+            "max_model_len": self._serving.model.max_model_len,
             "tokens": tokens,
         }
         if body.return_token_strs:
@@ -267,7 +267,9 @@ class RouteHandlers:
         """Responses in progress, in vLLM's format."""
         return JsonResponse({"server_load": self._serving.metrics.in_progress})
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
+        if self._config.private_metrics:
+            self._admin(request)
         gauges: Mapping[str, float] = {}
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):

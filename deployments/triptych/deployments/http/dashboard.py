@@ -136,7 +136,7 @@ class Dashboard:
             **state,
             "time": time.time(),
             "model": self.model.name,
-            "context_tokens": self.model.context_tokens,
+            "context_tokens": self.model.max_model_len,
             "version": version("triptych"),
             "ingress": {"name": self.name, **self.metrics.snapshot()},
         }

@@ -25,6 +25,9 @@ class ModelCard:
     """The name that clients send as ``model``."""
     context_tokens: int
     """Most tokens of prompt plus output."""
+    served_tokens: int = 0
+    """Tokens that are served however they are split into prompt and output, if these are fewer;
+    else 0."""
     window_tokens: int = 0
     """Tokens of the model's own context, if it is smaller and windows are used; else 0."""
     created: int
@@ -35,6 +38,11 @@ class ModelCard:
     """What requests may change about the plug-ins of the decode step."""
     root: str = ""
     """Where the weights come from; empty: ``name``."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The context as clients are told it: any prompt and output within it are served."""
+        return self.served_tokens or self.context_tokens
 
 
 class DecisionSource(Protocol):

@@ -17,10 +17,12 @@ from triptych.deployments.http.openai.body_limits import (
     check_json_size,
     embedded_json,
 )
+from triptych.deployments.http.openai.guided_decoding import end_warning
 from triptych.deployments.http.openai.protocol import (
     B,
     ChatBody,
     CompletionBody,
+    GenerationBody,
     check_known,
     validate,
     warnings_of,
@@ -62,7 +64,7 @@ class OpenAIServing:
         self.engine = engine
         self.model = model
         self.config = config
-        self.codec = TextCodec(tokenizer, model.context_tokens)
+        self.codec = TextCodec(tokenizer, model.max_model_len)
         self.request_builder = RequestBuilder(
             engine=engine, codec=self.codec, model=model, config=config
         )
@@ -81,6 +83,7 @@ class OpenAIServing:
         """
         body, warning = await self._known(ChatBody, given)
         job = await self.request_builder.chat(body, client)
+        warning = _with_warnings(warning, body, job)
         return ChatResponseBuilder(_traced(job, traceparent), self.codec, warning)
 
     async def completion(
@@ -92,6 +95,7 @@ class OpenAIServing:
         """
         body, warning = await self._known(CompletionBody, given)
         job = await self.request_builder.completion(body, client)
+        warning = _with_warnings(warning, body, job)
         return CompletionResponseBuilder(_traced(job, traceparent), self.codec, warning)
 
     async def _known(self, kind: type[B], given: Mapping[str, object]) -> tuple[B, str]:
@@ -148,7 +152,7 @@ class OpenAIServing:
             "owned_by": "triptych",
             "root": model.root or model.name,
             "parent": None,
-            "max_model_len": model.context_tokens,
+            "max_model_len": model.max_model_len,
             "permission": [],
         }
         plugins = {offer.plugin: _shown(offer) for offer in model.plugins}
@@ -169,3 +173,9 @@ def _traced(job: Job, traceparent: str) -> Job:
     parent = valid_parent(traceparent)
     parts = (replace(one, traceparent=parent) for one in job.requests) if parent else job.requests
     return replace(job, requests=tuple(parts))
+
+
+def _with_warnings(warning: str, body: GenerationBody, job: Job) -> str:
+    """The warning, and one about fields that have no effect on these requests."""
+    more = end_warning(body, job.requests[0].sampling.grammar)
+    return "; ".join(text for text in (warning, more) if text)

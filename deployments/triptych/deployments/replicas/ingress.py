@@ -44,7 +44,8 @@ class IngressReplica:
             tokenizer=tokenizer,
             model=ModelCard(
                 name=self._plan.config.model.public_name,
-                context_tokens=self._plan.max_model_len,
+                context_tokens=self._plan.longest_request_tokens,
+                served_tokens=self._plan.max_model_len,
                 window_tokens=self._plan.context_tokens,
                 created=int(time.time()),
                 fidelity=self._plan.fidelity,

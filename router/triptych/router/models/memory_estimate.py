@@ -1,5 +1,6 @@
 """Upper bounds of the bytes of pages that a request needs, before it runs."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -53,6 +54,21 @@ class RequestBytes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ContextLimits:
+    """The longest requests that the page memory can hold."""
+
+    prompt_tokens: int
+    """Longest prompt: it is in 16-bit pages for a while."""
+    total_tokens: int
+    """Most tokens of prompt plus output."""
+
+    @property
+    def every_split(self) -> int:
+        """Tokens that can be served however they are split into prompt and output; at least 1."""
+        return max(1, min(self.prompt_tokens + 1, self.total_tokens))
+
+
 @dataclass(frozen=True)
 class ByteModel:
     """Page arithmetic of one model under one compression policy, as upper bounds.
@@ -100,6 +116,32 @@ class ByteModel:
         kept = self._bytes(self.plan.raw_pages(prompt_tokens))
         raw = whole.raw * 2 * at_once // every
         return replace(whole, raw=raw, encoded=whole.encoded + kept)
+
+    def limits(
+        self, capacity_bytes: int, context_tokens: int, *, is_layerwise: bool
+    ) -> ContextLimits:
+        """The longest requests, of up to ``context_tokens``, that ``capacity_bytes`` can hold.
+
+        Pages grow with the prompt as long as the same number of layers is in raw pages at a time.
+        A longer prompt may have fewer layers in them and need fewer pages than a shorter one, so
+        the limit is the first length that does not fit.
+        """
+
+        def peak(prompt_tokens: int) -> int:
+            parts = self.estimate_in_parts(prompt_tokens, 0) if is_layerwise else None
+            return (parts or self.estimate(prompt_tokens, 0)).peak
+
+        prompt = 0
+        bounds = self.plan.layer_group_bounds if is_layerwise else ()
+        for end in (*(bound for bound in bounds if bound < context_tokens), context_tokens):
+            lengths = range(prompt + 1, end + 1)
+            fitting = bisect_right(lengths, capacity_bytes, key=peak)
+            prompt += fitting
+            if fitting < len(lengths):
+                break
+        grown = range(1, context_tokens + 1)
+        total = bisect_right(grown, capacity_bytes, key=lambda n: self.estimate(n, 0).grown)
+        return ContextLimits(prompt_tokens=prompt, total_tokens=total)
 
     def _bytes(self, pages_per_row: int) -> int:
         return pages_per_row * self.plan.geometry.head_rows * self.plan.page_bytes

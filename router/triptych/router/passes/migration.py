@@ -45,10 +45,9 @@ class Migration:
 def can_move(entry: Entry) -> bool:
     """Whether its worker may be told to preempt it: not before a takeover is confirmed.
 
-    Requests with log probabilities do not move: a handle cannot carry those not yet delivered.
+    Log probabilities that may not be delivered yet go with it (``Preempted.logprobs``).
     """
-    has_logprobs = entry.request.sampling.reports_logprobs
-    return can_go_on(entry) and not entry.transfer.previous_worker and not has_logprobs
+    return can_go_on(entry) and not entry.transfer.previous_worker
 
 
 def can_go_on(entry: Entry) -> bool:

@@ -387,6 +387,28 @@ def test_a_misspelt_field_is_named_in_a_header(http, engine, path, stream, field
     assert response.headers.get("x-triptych-warning") == warning
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"tools": [tool("f")]},
+    ],
+    ids=label,
+)
+def test_ignore_eos_is_not_refused_and_has_no_effect_on_a_structured_answer(
+    http, engine, constraint
+):
+    body = {"messages": HELLO, "max_tokens": 1, "ignore_eos": True}
+    free = http.post(CHAT, json=body)
+    assert "x-triptych-warning" not in free.headers
+    response = http.post(CHAT, json=body | constraint)
+    assert response.status_code == 200
+    assert response.headers["x-triptych-warning"].startswith("'ignore_eos' is ignored: ")
+    sampled = [call[0].sampling.ignore_eos for call in engine.calls]
+    assert sampled == [True, False]
+
+
 def test_a_field_name_stays_one_line_in_the_log(http, engine, caplog):
     with caplog.at_level("INFO", logger="triptych"):
         body = {"prompt": "x", "logit_bias": {"1\nroot: all is well\u2028": 1}}

@@ -12,6 +12,7 @@ import yaml
 from tests.unit.deployments.http.conftest import FakeEngine
 from tests.unit.router.driver import request, whole
 from triptych.core.config import IngressConfig
+from triptych.core.errors import ConfigError
 from triptych.core.messages import Finished
 from triptych.deployments.http import ModelCard, OpenAIServing, create_app
 from triptych.deployments.monitoring.explain import explanations, summary
@@ -86,6 +87,30 @@ async def test_only_admins_may_ask(
     else:
         assert "chatcmpl-1-0" not in response.text
         assert "asked" not in profile.text
+
+
+@pytest.mark.parametrize(
+    ("is_private", "key", "status"),
+    [
+        (False, "", 200),
+        (True, "root", 200),
+        (True, "user", 403),
+        (True, "", 401),
+        (True, "guess", 401),
+    ],
+)
+async def test_private_metrics_are_for_admins(
+    engine, tokenizer, keys: str, is_private: bool, key: str, status: int
+) -> None:
+    config = IngressConfig(api_keys=keys, private_metrics=is_private)
+    response = await ask(engine, tokenizer, config, key, path="/metrics")
+    assert response.status_code == status
+    assert ("triptych_" in response.text) is (status == 200)
+
+
+def test_metrics_cannot_be_private_without_keys() -> None:
+    with pytest.raises(ConfigError, match=r"ingress\.private_metrics=True"):
+        IngressConfig(private_metrics=True)
 
 
 @pytest.mark.parametrize("body", [{"steps": 0}, {"steps": 10**6}, {"seconds": 1e9}, {"steps": "x"}])

@@ -119,11 +119,11 @@ def test_a_structured_answer_may_still_be_a_call(
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED])
-@pytest.mark.parametrize("field", [{"ignore_eos": True}, {"min_tokens": 1}])
-def test_an_answer_that_may_call_ends_where_its_grammar_does(client, choice, field) -> None:
+def test_an_answer_that_may_call_has_no_minimum_length(client, choice) -> None:
+    field = {"min_tokens": 1}
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, tool_choice=choice, extra_body=field)
-    assert caught.value.param == next(iter(field))
+    assert caught.value.param == "min_tokens"
     assert ask(client, tool_choice="none", extra_body=field).choices[0].message.tool_calls is None
 
 

@@ -59,3 +59,27 @@ async def test_a_prompt_is_rated_within_one_window(
     error = refused.json()["error"]
     assert error["param"] == name
     assert f"a prompt of {WINDOW} tokens: this model reads less than {WINDOW}" in error["message"]
+
+
+async def test_a_chat_without_max_tokens_is_bounded_by_what_is_served(
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    card = ModelCard(name="tiny", context_tokens=2048, served_tokens=500, created=0)
+    serving = OpenAIServing(engine=engine, tokenizer=tokenizer, model=card, config=IngressConfig())
+    transport = httpx.ASGITransport(app=create_app(serving))
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        models = (await client.get("/v1/models")).json()
+        assert models["data"][0]["max_model_len"] == 500
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        answer = await client.post("/v1/chat/completions", json=chat)
+        assert answer.status_code == 200
+        ((request,),) = engine.calls
+        assert len(request.prompt) + request.sampling.max_tokens == 500
+        longer = await client.post("/v1/chat/completions", json={**chat, "max_tokens": 1000})
+        assert longer.status_code == 200  # a short prompt leaves room for a long answer
+        cut = {"prompt": [5] * 900, "max_tokens": 2, "truncate_prompt_tokens": -1}
+        assert (await client.post("/v1/completions", json=cut)).status_code == 200
+        assert len(engine.calls[-1][0].prompt) == 498
+        refused = await client.post("/v1/completions", json=body(500))
+        assert refused.status_code == 400
+        assert "maximum context length is 500 tokens" in refused.text

@@ -186,3 +186,41 @@ def test_sixteen_bits_encode_nothing() -> None:
     assert sizes.encoded == 0
     assert sizes.compressed == sizes.raw
     assert sizes.peak == sizes.grown
+
+
+layerwise_plans = st.builds(
+    PagePlan,
+    st.builds(Geometry, layers=st.integers(1, 9), kv_heads=st.just(1), head_dim=st.just(64)),
+    st.just(PAGE),
+    policies,
+    chunk_tokens=st.integers(1, 100),
+    layers_at_once=st.integers(0, 4),
+)
+
+
+@given(
+    st.builds(ByteModel, plans | layerwise_plans),
+    st.integers(0, 400),
+    st.integers(1, 300),
+    st.booleans(),
+)
+def test_requests_within_the_limits_fit_and_longer_ones_do_not(
+    model: ByteModel, pages_per_row: int, context: int, is_layerwise: bool
+) -> None:
+    capacity = pages_per_row * model.plan.geometry.head_rows * PAGE
+
+    def fits(prompt: int, answer: int) -> bool:
+        parts = model.estimate_in_parts(prompt, answer) if is_layerwise else None
+        return (parts or model.estimate(prompt, answer)).peak <= capacity
+
+    limits = model.limits(capacity, context, is_layerwise=is_layerwise)
+    assert limits.total_tokens <= context
+    assert limits.prompt_tokens <= context
+    for prompt in range(1, min(limits.prompt_tokens, limits.total_tokens) + 1):
+        assert fits(prompt, limits.total_tokens - prompt)
+    for total in range(2, min(limits.every_split, limits.total_tokens) + 1):
+        assert fits(total - 1, 1)
+    if limits.total_tokens < context:
+        assert not fits(1, limits.total_tokens)
+    if limits.prompt_tokens < context:
+        assert not fits(limits.prompt_tokens + 1, 0)

@@ -1,5 +1,7 @@
 """Requests that run move from decode workers that have many to those that have few."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.router.driver import (
@@ -25,6 +27,7 @@ from triptych.core.messages import (
     Resumed,
     Sampling,
     Send,
+    TokenLogprob,
     failed,
 )
 
@@ -84,11 +87,15 @@ def test_batches_of_fixed_size_stay_where_they_are() -> None:
     assert messages(driver.tick(0.5), Preempt) == []
 
 
-def test_what_cannot_be_said_again_stays() -> None:
+def test_log_probabilities_that_may_not_be_delivered_go_along() -> None:
     wanted = Sampling(max_tokens=10, logprobs=0)
-    told = Request(id="told", prompt=(1,) * 50, sampling=wanted, reply_to="in")
-    driver = imbalanced(request("one"), told)
-    assert driver.tick(0.5) == [Send("D", Preempt(requests=("one",)))]
+    scored = Request(id="scored", prompt=(1,) * 50, sampling=wanted, reply_to="in")
+    driver = imbalanced(request("one"), scored)
+    assert driver.tick(0.5) == [Send("D", Preempt(requests=("scored",)))]
+    newest = tuple(TokenLogprob(token=token, logprob=-0.5) for token in WORDS)
+    [send] = driver.on(replace(suspended("scored"), logprobs=newest), "D")
+    assert isinstance(send.message, Join)
+    assert (send.to, send.message.logprobs) == ("E", newest)
 
 
 def test_an_answer_that_ends_before_it_is_suspended_just_ends() -> None:

@@ -64,13 +64,22 @@ def constraint_of(body: GenerationBody) -> OutputConstraint | None:
 
 
 def check_own_end(body: GenerationBody, what: str) -> None:
-    """Reject fields that would continue the output after the end of its grammar.
+    """Reject a minimum length: the output ends with its grammar.
+
+    ``ignore_eos`` is accepted and has no effect, since load generators send it with any request.
 
     Raises: RequestError naming the field
     """
-    for name, is_set in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens > 0)):
-        if is_set:
-            raise RequestError(f"{name}: {what} ends when it is complete; leave {name} out", name)
+    if body.min_tokens > 0:
+        text = f"min_tokens: {what} ends when it is complete; leave min_tokens out"
+        raise RequestError(text, "min_tokens")
+
+
+def end_warning(body: GenerationBody, grammar: str) -> str:
+    """A warning if ``ignore_eos`` has no effect because of the grammar; or empty."""
+    if not (body.ignore_eos and grammar):
+        return ""
+    return "'ignore_eos' is ignored: a structured answer ends when it is complete"
 
 
 def _constraints(body: GenerationBody) -> Iterator[OutputConstraint]:

@@ -226,7 +226,7 @@ class RequestBuilder:
             text = "truncate_prompt_tokens=0: it leaves nothing of the prompt"
             raise RequestError(text, "truncate_prompt_tokens")
         if keep < 0:
-            keep = max(1, self._model.context_tokens - max(body.answer_tokens[0] or 1, 1))
+            keep = max(1, self._model.max_model_len - max(body.answer_tokens[0] or 1, 1))
         return prompt[len(prompt) - keep :] if keep < len(prompt) else prompt
 
     async def _encode_prompts(self, body: CompletionBody) -> list[list[int]]:
@@ -243,7 +243,7 @@ class RequestBuilder:
     def _most_tokens(self, body: GenerationBody) -> int:
         """The tokens up to which a prompt is encoded; fewer if it is not to be truncated."""
         is_cut = body.truncate_prompt_tokens is not None
-        return self._model.context_tokens * (MAX_CUT if is_cut else 1)
+        return self._model.max_model_len * (MAX_CUT if is_cut else 1)
 
     def check_token_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises: RequestError if an id is outside of the vocabulary"""
@@ -322,30 +322,19 @@ class RequestBuilder:
         if prompt_tokens == 0:
             raise RequestError("the prompt has no tokens", param)
         wanted, name = body.answer_tokens
-        room = self._model.context_tokens - prompt_tokens
-        if room < 1 or (wanted is not None and wanted > room):
-            raise PromptTooLong(
-                self._too_long(prompt_tokens, wanted, param), param if room < 1 else name
-            )
+        room = self._model.max_model_len - prompt_tokens
+        if room < 1:
+            most = self._model.max_model_len
+            raise PromptTooLong(_too_long(most, prompt_tokens, wanted, param), param)
+        if wanted is not None and prompt_tokens + wanted > self._model.context_tokens:
+            most = self._model.context_tokens
+            raise PromptTooLong(_too_long(most, prompt_tokens, wanted, param), name)
         limit = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
         limit = limit if wanted is None else wanted
         if body.min_tokens > limit:
             text = f"min_tokens={body.min_tokens} is more than the answer may have: {limit}"
             raise RequestError(text, "min_tokens")
         return limit
-
-    def _too_long(self, prompt_tokens: int, wanted: int | None, param: str) -> str:
-        # Clients recognise this error by the words of its first sentence.
-        asked = (
-            f"your {param} resulted in {prompt_tokens} tokens"
-            if wanted is None
-            else f"you requested {prompt_tokens + wanted} tokens "
-            f"({prompt_tokens} in the {param}, {wanted} in the completion)"
-        )
-        return (
-            f"This model's maximum context length is {self._model.context_tokens} tokens. "
-            f"However, {asked}. Please reduce the length of the {param} or of the completion."
-        )
 
     async def _grammar(self, body: GenerationBody, tools: Sequence[Tool]) -> str:
         """The grammar of the output; empty: it is free."""
@@ -357,8 +346,9 @@ class RequestBuilder:
     async def _sampling(
         self, body: GenerationBody, logprobs: int, tools: Sequence[Tool] = ()
     ) -> Sampling:
+        grammar = await self._grammar(body, tools)
         return Sampling(
-            grammar=await self._grammar(body, tools),
+            grammar=grammar,
             tool_calls=bool(tools),
             temperature=float(body.temperature),
             top_k=max(body.top_k, 0),
@@ -369,7 +359,7 @@ class RequestBuilder:
             frequency_penalty=float(body.frequency_penalty),
             logit_bias=self._logit_bias(body.logit_bias),
             min_tokens=body.min_tokens,
-            ignore_eos=body.ignore_eos,
+            ignore_eos=body.ignore_eos and not grammar,
             stop=body.stops,
             include_stop=body.include_stop_str_in_output,
             stop_token_ids=tuple(body.stop_token_ids),
@@ -396,4 +386,18 @@ def _slo(body: GenerationBody) -> Slo:
         ttft_s=(body.ttft_slo_ms or 0.0) / 1e3,
         tpot_s=(body.tpot_slo_ms or 0.0) / 1e3,
         deadline_s=(body.deadline_ms or 0.0) / 1e3,
+    )
+
+
+def _too_long(most: int, prompt_tokens: int, wanted: int | None, param: str) -> str:
+    # Clients recognise this error by the words of its first sentence.
+    asked = (
+        f"your {param} resulted in {prompt_tokens} tokens"
+        if wanted is None
+        else f"you requested {prompt_tokens + wanted} tokens "
+        f"({prompt_tokens} in the {param}, {wanted} in the completion)"
+    )
+    return (
+        f"This model's maximum context length is {most} tokens. However, {asked}. Please reduce "
+        f"the length of the {param} or of the completion."
     )

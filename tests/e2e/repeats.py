@@ -124,7 +124,7 @@ def ask(client: openai.OpenAI, prompt: Sequence[int], salt: str, max_tokens: int
 def three_times(server: Server, prompt: Sequence[int], max_tokens: int) -> list[Answer]:
     """Answers with nothing, a part and all of the prompt cached; no other request runs."""
     answers = list[Answer]()
-    with server.client(timeout=120) as client:
+    with server.client(timeout=600) as client:
         for salt, is_primed in (("nothing", False), ("part", True), ("part", False)):
             if is_primed:
                 ask(client, prompt[: len(prompt) // 2], f"{salt} {len(prompt)}", 2)

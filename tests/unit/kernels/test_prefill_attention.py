@@ -191,15 +191,15 @@ def test_the_bits_of_a_token_do_not_depend_on_the_chunks(
 ) -> None:
     """With 16-bit pages a prompt has the same greedy answer whatever of it is cached."""
     batch = ragged_batch([200], 6, 2, 64, torch.bfloat16)
-    batch = Batch(*(part.to(dtype) for part in (batch.query, batch.key, batch.value)), [0, 200])
+    query, key, value = (part.to(dtype) for part in (batch.query, batch.key, batch.value))
+    attention = prefill_attention.on("cpu")
 
     def attend(cuts: list[int]) -> Tensor:
         parts = list[Tensor]()
         for start, end in pairwise([0, *cuts, 200]):
-            chunk = chunk_of(batch, [start], [end])
             past = past_of(new_cache(64), batch, [start]) if start else None
-            given = (part[start:end] for part in (batch.query, batch.key, batch.value))
-            parts.append(prefill_attention.on("cpu")(*given, chunk.offsets, scale=0.125, past=past))
+            q, k, v = query[start:end], key[start:end], value[start:end]
+            parts.append(attention(q, k, v, [0, end - start], scale=0.125, past=past))
         return torch.cat(parts)
 
     assert torch.equal(attend(cuts), attend([100]))

@@ -77,15 +77,17 @@ def _attend_flash(query: Tensor, keys: Keys, out: Tensor, scale: float) -> None:
     padding = (0, 0, 0, blocks * size - used)
     key, value = (F.pad(part.to(query.dtype), padding) for part in (keys.key, keys.value))
     queries = whole.unflatten(0, (blocks, size)).transpose(1, 2)
-    near = (part[:, first:].unflatten(1, (blocks, size)).transpose(0, 1) for part in (key, value))
-    mixed, lse = _flash(queries, *near, scale, is_causal=True)
+    near, near_values = (
+        part[:, first:].unflatten(1, (blocks, size)).transpose(0, 1) for part in (key, value)
+    )
+    mixed, lse = _flash(queries, near, near_values, scale, is_causal=True)
     merged = mixed.float()
     for block, end in enumerate(range(first, first + blocks * size, size)):
         if end:
             rows = _rows_in_use(lead - block * size, used - block * size)
             part = (block, slice(None), rows)
-            far = (known[None, :, :end] for known in (key, value))
-            old, old_lse = _flash(queries[part][None], *far, scale, is_causal=False)
+            far, far_values = key[None, :, :end], value[None, :, :end]
+            old, old_lse = _flash(queries[part][None], far, far_values, scale, is_causal=False)
             total = torch.logaddexp(lse[part], old_lse[0])
             share, old_share = (lse[part] - total).exp(), (old_lse[0] - total).exp()
             merged[part] = merged[part] * share[..., None] + old[0] * old_share[..., None]

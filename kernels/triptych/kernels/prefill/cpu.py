@@ -71,14 +71,15 @@ def _attend_flash(query: Tensor, keys: Keys, out: Tensor, scale: float) -> None:
     past, size = keys.key.shape[1] - len(query), FLASH_BLOCK
     first, lead = past - past % size, past % size
     used = lead + len(query)
+    _, heads, dim = query.shape
     blocks = -(-used // size)
-    whole = query.new_zeros(blocks * size, *query.shape[1:])
+    whole = query.new_zeros(blocks * size, heads, dim)
     whole[lead:used] = query
     padding = (0, 0, 0, blocks * size - used)
     key, value = (F.pad(part.to(query.dtype), padding) for part in (keys.key, keys.value))
-    queries = whole.unflatten(0, (blocks, size)).transpose(1, 2)
+    queries = whole.view(blocks, size, heads, dim).transpose(1, 2)
     near, near_values = (
-        part[:, first:].unflatten(1, (blocks, size)).transpose(0, 1) for part in (key, value)
+        part[:, first:].reshape(-1, blocks, size, dim).transpose(0, 1) for part in (key, value)
     )
     mixed, lse = _flash(queries, near, near_values, scale, is_causal=True)
     merged = mixed.float()

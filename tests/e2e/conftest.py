@@ -24,7 +24,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
-START_TIMEOUT_S = 180
+START_TIMEOUT_S = 420
 TITLE_LOOKS = 3
 PORTS = range(20_000, 32_768)
 """Above the ports of Ray's workers, below those that Linux gives to who asks for any."""

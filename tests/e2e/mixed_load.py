@@ -70,7 +70,8 @@ class Sent:
     at_s: float
     took_s: float
     outcome: str
-    """``whole``, ``left`` (by the client), a status, the code of an error, or an exception."""
+    """``whole``, ``left`` (by the client), ``not answered`` when the run ended, a status, the code
+    of an error, or an exception."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,12 @@ class Clients:
             outcome = type(error).__name__
         except grpc.RpcError as error:
             outcome = str(error.code().name)  # type: ignore[attr-defined]
+        except asyncio.CancelledError:
+            self._note(kind, tenant, began_s, "not answered")
+            raise
+        self._note(kind, tenant, began_s, outcome)
+
+    def _note(self, kind: str, tenant: str, began_s: float, outcome: str) -> None:
         now_s = time.monotonic()
         self.sent.append(
             Sent(
@@ -244,9 +251,17 @@ async def closed_loop(clients: Clients, seconds: float, count: int) -> list[Sent
 
 
 async def open_loop(
-    clients: Clients, rate: float, until_s: float, choose: Callable[[], tuple[str, str]]
+    clients: Clients,
+    rate: float,
+    until_s: float,
+    choose: Callable[[], tuple[str, str]],
+    *,
+    wait_s: float,
 ) -> None:
-    """Send at random times, ``rate`` a second on average, whatever became of earlier requests."""
+    """Send at random times, ``rate`` a second on average, whatever became of earlier requests.
+
+    Requests that have no answer ``wait_s`` after the end are left.
+    """
     running = set[asyncio.Task[None]]()
     while True:
         await asyncio.sleep(clients.luck.expovariate(rate))
@@ -255,7 +270,11 @@ async def open_loop(
         task = asyncio.create_task(clients.run(*choose()))
         running.add(task)
         task.add_done_callback(running.discard)
-    await asyncio.gather(*running)
+    if running:
+        _, late = await asyncio.wait(running, timeout=wait_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
 
 async def slow_readers(clients: Clients, until_s: float) -> None:
@@ -379,18 +398,26 @@ async def mixed(server: Server, grpc_port: int, options: argparse.Namespace) -> 
         lasted_s = max(one.at_s + one.took_s for one in alone) - min(one.at_s for one in alone)
         capacity, limit_s = len(whole) / lasted_s, LIMIT_OF_MEDIAN * median(whole)
         console.print(f"capacity {capacity:.2f} requests/s, median {median(whole):.2f} s")
+        sys.stdout.flush()
         rates = {"polite": capacity / 2, "others": capacity * 1.5}
         first, until_s = len(clients.sent), time.monotonic() + 60 * options.minutes
         memory = Memory(server)
         await asyncio.gather(
             memory.follow(until_s),
             slow_readers(clients, until_s),
-            open_loop(clients, rates["polite"], until_s, lambda: ("polite", luck.choice(POLITE))),
+            open_loop(
+                clients,
+                rates["polite"],
+                until_s,
+                lambda: ("polite", luck.choice(POLITE)),
+                wait_s=limit_s,
+            ),
             open_loop(
                 clients,
                 rates["others"],
                 until_s,
                 lambda: (luck.choice(BAD_KINDS), luck.choice(OTHERS)),
+                wait_s=1.0,
             ),
             _tell(clients, first, until_s),
         )

@@ -83,13 +83,7 @@ class Difference:
 
 
 def compare(seed: int, victim: int, calm: Victim, busy: Victim) -> Difference:
-    """Two answers to the same prompt.
-
-    >>> a = Victim(tokens=(1, 2, 3), logprobs=(-1.0, -1.0, -1.0), margins=(1.0, 1.0, 0.25))
-    >>> b = Victim(tokens=(1, 2, 4), logprobs=(-1.0, -1.5, -9.0), margins=(1.0, 1.0, 0.5))
-    >>> compare(0, 3, a, b)
-    Difference(seed=0, victim=3, noise=0.5, changed_at=2, margin=0.25)
-    """
+    """Two answers to the same prompt."""
     pairs = enumerate(zip(calm.tokens, busy.tokens, strict=False))
     changed = next((at for at, (one, other) in pairs if one != other), None)
     known = zip(calm.logprobs[:changed], busy.logprobs[:changed], strict=False)

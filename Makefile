@@ -14,7 +14,7 @@ SLOWEST := --durations=20 --durations-min=5
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test explore bench clients abuse endings stalls wheel readme docs proto lock clean
+.PHONY: help setup serve check test explore bench clients abuse endings stalls repeats storm load wheel readme docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -74,6 +74,15 @@ endings: $(READY) ## stop, redeploy and interrupt servers with streams open (4 m
 
 stalls: $(READY) ## stop each process of a server for 1 to 30 s under load (15 minutes)
 	@$(BIN)/python -m tests.e2e.stalls --json benchmarks/results/stalls.json
+
+repeats: $(READY) ## send 64 prompts three times, not cached, cached in part and cached whole (40 minutes)
+	@$(BIN)/python -m tests.e2e.repeats --json benchmarks/results/repeats.json
+
+storm: $(READY) ## abort 1,000 requests beside twelve victims, with 20 seeds (2 hours)
+	@$(BIN)/python -m tests.e2e.abort_storm --json benchmarks/results/abort_storm.json
+
+load: $(READY) ## offer a server twice its capacity for ten minutes, with slow and broken clients
+	@$(BIN)/python -m tests.e2e.mixed_load --json benchmarks/results/mixed_load.json
 
 wheel: $(READY) ## install the wheel elsewhere, with an empty home, and use it
 	@$(BIN)/python -m tests.clients.wheel

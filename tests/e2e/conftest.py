@@ -24,7 +24,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
-START_TIMEOUT_S = 180
+START_TIMEOUT_S = 420
 TITLE_LOOKS = 3
 PORTS = range(20_000, 32_768)
 """Above the ports of Ray's workers, below those that Linux gives to who asks for any."""
@@ -213,7 +213,8 @@ def serve_run(directory: Path, args: dict[str, Any]) -> Iterator[Server]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+            # As `triptych serve` sets it: by default Ray's workers yield to everything else.
+            env={"RAY_worker_niceness": "0"} | os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
             preexec_fn=heed_interrupts,
         )
     server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), log)

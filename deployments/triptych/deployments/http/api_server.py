@@ -158,14 +158,17 @@ class RouteHandlers:
 
     async def chat(self, request: Request) -> Response:
         client, parent = self._client(request), request.headers.get("traceparent", "")
-        given = _with_session(request, await self._read(request))
-        return await self._answer(request, client, await self._serving.chat(given, client, parent))
+        answer = await self._serving.chat(await self._given(request), client, parent)
+        return await self._answer(request, client, answer)
 
     async def completions(self, request: Request) -> Response:
         client, parent = self._client(request), request.headers.get("traceparent", "")
-        given = _with_session(request, await self._read(request))
-        answer = await self._serving.completion(given, client, parent)
+        answer = await self._serving.completion(await self._given(request), client, parent)
         return await self._answer(request, client, answer)
+
+    async def _given(self, request: Request) -> Mapping[str, object]:
+        """The fields of a completion. Callers do not name them, so that they are freed at once."""
+        return _with_session(request, await self._read(request))
 
     async def _read(self, request: Request) -> dict[str, object]:
         return await read_json(request, self._config.limits)

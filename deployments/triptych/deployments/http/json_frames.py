@@ -41,7 +41,9 @@ class JsonResponse(Response):
 
 
 async def read_json(request: Request, limits: RequestLimitsConfig) -> dict[str, object]:
-    """Read a request's body as one JSON object.
+    """Read a request's body as one JSON object, and keep nothing of it in the request.
+
+    A request lives as long as its response, and ``Request.body`` would keep the bytes as long.
 
     Raises: RequestError for a wrong content type or encoding, for anything that is not
         a JSON object in UTF-8, or has more values than ``limits``; BodyTooSlow; Cancelled if the
@@ -50,7 +52,7 @@ async def read_json(request: Request, limits: RequestLimitsConfig) -> dict[str, 
     _check_headers(request)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await request.body()
+            body = b"".join([part async for part in request.stream()])
     except TimeoutError as error:
         raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from error
     except ClientDisconnect as error:

@@ -155,6 +155,9 @@ class Sampling:
     """Keep the stop text in the answer."""
     tool_calls: bool = False
     """The answer may contain tool calls, in which stop texts are not matched."""
+    tool_calls_first: bool = False
+    """Tool calls stand only at the beginning: an answer that begins otherwise is text as a whole,
+    tags of calls included."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the answer, beside the model's own."""
     logprobs: int = -1

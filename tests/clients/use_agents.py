@@ -25,7 +25,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 url, model = sys.argv[1:]
 QUESTION = "What are the weather and the time in Ulm?"
 TOWN = "Name a town in Japan, and how large it is."
-MOST_TOKENS = 160
+MOST_TOKENS = 64
 
 City = Annotated[str, Field(max_length=12)]
 Zone = Literal["utc", "local"]

@@ -63,7 +63,7 @@ bench: $(READY) ## measure attention and serving into benchmarks/results (an hou
 	@echo "==> serving, in turns with transformers"
 	@$(BIN)/python benchmarks/serve.py
 
-clients: $(READY) ## litellm, langchain, instructor, llm, guidellm, lm-eval and schemathesis against the real server
+clients: $(READY) ## litellm, langchain, three agent frameworks, instructor, llm, guidellm, lm-eval and schemathesis against the real server
 	@$(BIN)/python -m tests.clients.run
 
 abuse: $(READY) ## send hostile requests of three seeds to a server, beside a well-behaved client (4 minutes)

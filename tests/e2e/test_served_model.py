@@ -401,18 +401,27 @@ def test_an_answer_never_ends_in_half_a_character(client: openai.OpenAI, stream:
         assert content == raw.decode(errors="ignore")
 
 
-def test_the_bytes_of_an_answer_that_ends_are_its_text(client: openai.OpenAI) -> None:
-    choice = client.chat.completions.create(
+@pytest.mark.parametrize("stop", [None, "Tokyo", "apan is", " cap"])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_bytes_of_an_answer_that_ends_are_its_text(
+    client: openai.OpenAI, stop: str | None, keep: bool, stream: bool
+) -> None:
+    answer = client.chat.completions.create(
         model=MODEL,
         messages=QUESTION,  # type: ignore[arg-type]
         temperature=0,
         max_tokens=60,
         logprobs=True,
-    ).choices[0]
-    assert choice.finish_reason == "stop"
-    assert choice.logprobs is not None
-    raw = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content or [])
-    assert raw.decode() == choice.message.content
+        stop=stop,
+        stream=stream,
+        extra_body={"include_stop_str_in_output": keep},
+    )
+    parts = [part.choices[0] for part in (answer if stream else [answer])]
+    content = "".join((part.delta if stream else part.message).content or "" for part in parts)
+    entries = [one for part in parts if part.logprobs for one in part.logprobs.content or []]
+    assert parts[-1].finish_reason == "stop"
+    assert b"".join(bytes(entry.bytes or ()) for entry in entries).decode() == content
 
 
 def test_requests_and_disconnects_leave_no_line_in_the_log(server: Any) -> None:

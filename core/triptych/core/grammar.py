@@ -32,6 +32,15 @@ LIMITS = LLParserLimits(
 JSON_WHITESPACE = r"[ \n\r\t]{0,32}"
 """White space between two tokens of JSON. Without a bound, a model can fill its answer with it."""
 
+OPEN_KEYWORDS = frozenset(
+    {
+        *("additionalProperties", "unevaluatedProperties", "patternProperties"),
+        *("propertyNames", "minProperties", "dependentSchemas", "dependentRequired"),
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref"),
+    }
+)
+"""Keywords that say what else an object may have, or that combine schemas."""
+
 SourceKind = Literal["json_schema", "regex", "choice", "lark"]
 
 
@@ -77,8 +86,29 @@ def schema_source(schema: Mapping[str, object] | bool) -> GrammarSource:
 
 
 def bounded_schema(schema: Mapping[str, object]) -> dict[str, object]:
-    """A schema whose texts have bounded white space, unless it says itself how much they have."""
-    return {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, **schema}
+    """A schema whose texts have bounded white space, unless it says itself how much they have.
+
+    Objects have the properties that it names and no others, unless it allows others: a small model
+    would write more and more of them. vLLM and SGLang do the same (xgrammar's ``strict_mode``).
+    """
+    return {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, **_closed(schema)}
+
+
+def _closed(schema: Any) -> Any:
+    """A schema without unnamed properties where that cannot contradict another part of it."""
+    if not isinstance(schema, Mapping):
+        return schema
+    given = dict(cast("Mapping[str, Any]", schema))
+    if given.keys() & OPEN_KEYWORDS:
+        return given
+    if isinstance(named := given.get("properties"), Mapping):
+        given["properties"] = {
+            name: _closed(one) for name, one in cast("Mapping[str, Any]", named).items()
+        }
+        required = given.get("required")
+        if not isinstance(required, list) or all(name in named for name in required):
+            given["additionalProperties"] = False
+    return given | ({"items": _closed(given["items"])} if "items" in given else {})
 
 
 def from_json_schema(schema: Mapping[str, object] | bool) -> str:

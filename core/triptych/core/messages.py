@@ -139,8 +139,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Subtracted once per occurrence in the answer."""
     seed: int = 0
-    """Seed of the sampler: the same seed, prompt and settings give the same answer in any batch.
-    Only a cached prefix may change it, since quantized pages are read back rounded."""
+    """Seed of the sampler: its random numbers depend on the seed and the position alone, in any
+    batch. Logits differ in their last digits beside other requests, which can change a token."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and the value added to its logit."""
     max_tokens: int = 16
@@ -155,6 +155,9 @@ class Sampling:
     """Keep the stop text in the answer."""
     tool_calls: bool = False
     """The answer may contain tool calls, in which stop texts are not matched."""
+    tool_calls_first: bool = False
+    """Tool calls stand only at the beginning: an answer that begins otherwise is text as a whole,
+    tags of calls included."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the answer, beside the model's own."""
     logprobs: int = -1

@@ -12,8 +12,8 @@ from triptych.cli import main as command
 Run = Callable[..., tuple[int, str, str]]
 
 METRICS = """\
-# TYPE triptych_num_requests_running gauge
-triptych_num_requests_running {running}
+# TYPE triptych_num_requests_open gauge
+triptych_num_requests_open {running}
 # TYPE triptych_workers gauge
 triptych_workers{{stage="prefill"}} 1.0
 triptych_workers{{stage="decode"}} 2.0

@@ -42,5 +42,5 @@ def test_metrics_are_summed_by_labels() -> None:
     assert metrics.total("triptych_workers") == 3
     assert metrics.total("triptych_workers", stage="decode") == 2
     assert metrics.by_label("triptych_workers", "stage") == {"prefill": 1, "decode": 2}
-    assert "triptych_num_requests_running" in metrics
+    assert "triptych_num_requests_open" in metrics
     assert metrics.total("nothing") == 0

@@ -10,7 +10,7 @@ from triptych.cli.serving.top_view import WAITING, WORKING, figures_between, ren
 from triptych.router.state.request_table import State
 
 BEFORE = """\
-triptych_num_requests_running 2.0
+triptych_num_requests_open 2.0
 triptych_generation_tokens_total 100.0
 triptych_prompt_tokens_total 1000.0
 triptych_prompt_tokens_cached_total 0.0

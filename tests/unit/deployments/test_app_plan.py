@@ -14,9 +14,12 @@ from triptych.core.messages import Report
 from triptych.core.pages import PagePlan
 from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
+from triptych.deployments.http.metrics import IngressMetrics
+from triptych.deployments.http.vllm_metrics import aliases
 from triptych.deployments.monitoring.status import Status
 from triptych.kvpool import DiskStats, LocalPool, Namespace, PrefixSettings, Publication
 from triptych.router import RouterSnapshot
+from triptych.router.state.request_table import State
 
 CAPACITY = 128 << 20
 LONG = 131_072
@@ -123,6 +126,20 @@ IDLE = RouterSnapshot(
     counters={},
     workers=(),
 )
+
+
+def test_a_request_is_running_or_waiting() -> None:
+    """As in vLLM, so their sum is the requests that clients wait for."""
+    counts = {state: 2**index for index, state in enumerate(State)}
+    gauges = Status(replace(IDLE, requests=counts), (), ()).gauges()
+    assert gauges["triptych_num_requests_waiting"] == counts[State.WAITING]
+    running = sum(counts.values()) - counts[State.WAITING] - counts[State.LEAVING]
+    assert gauges["triptych_num_requests_running"] == running
+    assert b"num_requests_running" not in IngressMetrics().exposition({})
+    text = IngressMetrics().exposition(gauges).decode()
+    assert f'vllm:num_requests_running{{model_name="m",engine="0"}} {running}.0' in aliases(
+        text, "m"
+    )
 
 
 def test_metrics_tell_of_prefixes() -> None:

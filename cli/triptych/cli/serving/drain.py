@@ -1,4 +1,4 @@
-"""``triptych drain``: wait until a server has no running requests."""
+"""``triptych drain``: wait until a server has no requests, neither running nor waiting."""
 
 import json
 import time
@@ -10,7 +10,7 @@ import typer
 from triptych.cli.output import JsonFlag, notes
 from triptych.cli.serving.scrape import read_metrics
 
-RUNNING = "triptych_num_requests_running"
+OPEN = "triptych_num_requests_open"
 LOOK_EVERY_S = 1.0
 QUIET_LOOKS = 3
 """Consecutive checks without a running request: late requests may still arrive."""
@@ -22,7 +22,7 @@ Timeout = Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")]
 def drain(
     url: Url = "http://127.0.0.1:8000", timeout: Timeout = 600.0, as_json: JsonFlag = False
 ) -> None:
-    """Wait until the server has no running requests. Exit code 1 if some remain after the timeout.
+    """Wait until the server has no requests. Exit code 1 if some remain after the timeout.
 
     The command does not stop new requests; the load balancer must, as Kubernetes does for a pod
     that terminates.
@@ -50,8 +50,8 @@ def _wait(url: str, timeout_s: float) -> int:
 
 
 def _running(url: str) -> float:
-    """Number of running requests; 0 if the server does not answer."""
+    """Number of requests, waiting ones included; 0 if the server does not answer."""
     try:
-        return read_metrics(url).total(RUNNING)
+        return read_metrics(url).total(OPEN)
     except httpx.HTTPError:
         return 0.0

@@ -80,6 +80,6 @@ def _first_look(url: str) -> Metrics:
         metrics = read_metrics(url)
     except httpx.HTTPError as error:
         raise BenchmarkError(f"--url={url}: no metrics ({error}): is a server there?") from error
-    if "triptych_num_requests_running" not in metrics:
+    if "triptych_num_requests_open" not in metrics:
         raise BenchmarkError(f"--url={url}: answers, but with no metrics of Triptych")
     return metrics

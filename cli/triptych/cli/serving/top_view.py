@@ -42,7 +42,7 @@ class TopFigures:
     """All figures of one screen. Rates are of the interval between two samples."""
 
     answers: int
-    """Running requests."""
+    """Requests that clients wait for, running or not."""
     written_per_s: float
     """Output tokens."""
     read_per_s: float
@@ -71,7 +71,7 @@ def figures_between(now: Metrics, before: Metrics | None, seconds: float) -> Top
     raw = now.total("triptych_kv_raw_bytes_total")
     capacity = now.total("triptych_router_capacity_bytes")
     return TopFigures(
-        answers=int(now.total("triptych_num_requests_running")),
+        answers=int(now.total("triptych_num_requests_open")),
         written_per_s=change.rate("triptych_generation_tokens_total"),
         read_per_s=change.rate("triptych_prompt_tokens_total"),
         cached_share=change.ratio(

@@ -103,7 +103,11 @@ class IngressMetrics:
             ["reason"],
             registry=own,
         )
-        self.running = Gauge("triptych_num_requests_running", "Running choices.", registry=own)
+        self.open = Gauge(
+            "triptych_num_requests_open",
+            "Choices that clients wait for: running, waiting, or on their way to the client.",
+            registry=own,
+        )
         self.raw_bytes = Counter(
             "triptych_kv_raw_bytes", "Bytes of keys and values before compression.", registry=own
         )
@@ -124,7 +128,7 @@ class IngressMetrics:
             "prompt_tokens": _value(self.prompt_tokens),
             "cached_tokens": _value(self.cached_tokens),
             "generation_tokens": _value(self.generation_tokens),
-            "running": _value(self.running),
+            "open": _value(self.open),
             "success": _by_label(self.success),
             "failed": _value(self.failed),
             "rejections": _by_label(self.rejections),
@@ -134,8 +138,8 @@ class IngressMetrics:
 
     @property
     def in_progress(self) -> int:
-        """Number of running choices."""
-        return int(_value(self.running))
+        """Number of choices that clients wait for."""
+        return int(_value(self.open))
 
     def refuse(self) -> None:
         """Count a request that exceeds a limit of its API key."""
@@ -174,7 +178,7 @@ class RequestTimer:
 
     def __enter__(self) -> Self:
         self._start = time.monotonic()
-        self._metrics.running.inc(len(self._running))
+        self._metrics.open.inc(len(self._running))
         return self
 
     def __exit__(
@@ -183,7 +187,7 @@ class RequestTimer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._metrics.running.dec(len(self._running))
+        self._metrics.open.dec(len(self._running))
         self._metrics.raw_bytes.inc(sum(r.raw_bytes for r in self._reports.values()))
         self._metrics.stored_bytes.inc(sum(r.stored_bytes for r in self._reports.values()))
         reason = _rejection(error)
@@ -217,7 +221,7 @@ class RequestTimer:
             self._finish(name, item.finish, now)
 
     def _finish(self, name: str, reason: str, now: float) -> None:
-        self._metrics.running.dec()
+        self._metrics.open.dec()
         self._metrics.success.labels(reason).inc()
         self._metrics.end_to_end.observe(now - self._start)
         later_tokens = self._tokens[name] - 1

@@ -71,8 +71,12 @@ class Status:
     def _router_gauges(self) -> dict[str, float]:
         router = self.router
         capacity, booked = router.capacity_bytes, sum(router.booked_bytes.values())
+        waiting, leaving = (router.requests.get(state, 0) for state in ("waiting", "leaving"))
         gauges = {
-            "triptych_num_requests_waiting": float(router.requests.get("waiting", 0)),
+            "triptych_num_requests_running": float(
+                sum(router.requests.values()) - waiting - leaving
+            ),
+            "triptych_num_requests_waiting": float(waiting),
             "triptych_kv_cache_usage_perc": booked / capacity if capacity else 0.0,
             "triptych_router_capacity_bytes": float(capacity),
             "triptych_router_booked_bytes": float(booked),

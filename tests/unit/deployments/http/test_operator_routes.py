@@ -88,7 +88,7 @@ def test_an_answer_is_counted(http, engine, name, grows_by):
     before, engine.cached_tokens = sample(http, name), 3
     http.post(CHAT, json={"messages": HELLO, "max_tokens": 4, "n": 2})
     assert sample(http, name) - before == grows_by
-    assert sample(http, "triptych_num_requests_running") == 0
+    assert sample(http, "triptych_num_requests_open") == 0
 
 
 def test_rejections_are_counted_by_reason(http, engine):
@@ -97,7 +97,7 @@ def test_rejections_are_counted_by_reason(http, engine):
     engine.refusal = QueueFull(waiting=3, limit=2, retry_after_s=4)
     http.post(CHAT, json={"messages": HELLO})
     assert sample(http, name) - before == 1
-    assert sample(http, "triptych_num_requests_running") == 0
+    assert sample(http, "triptych_num_requests_open") == 0
 
 
 def test_failures_are_counted(http, engine):

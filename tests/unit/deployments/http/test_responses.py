@@ -1,12 +1,16 @@
 """The shapes that need odd tokens: characters in several tokens, infinite log probabilities."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from triptych.core.messages import CompressionReport, Request, Sampling, TokenLogprob, Tokens
 from triptych.deployments.http.json_frames import dump_json
+from triptych.deployments.http.openai.chat_logprobs import ChatLogprobs
 from triptych.deployments.http.openai.request_builder import Job
 from triptych.deployments.http.openai.responses import (
     ChatResponseBuilder,
@@ -15,11 +19,17 @@ from triptych.deployments.http.openai.responses import (
     usage,
 )
 from triptych.deployments.http.tokenizer import TextCodec
+from triptych.workers.models.tokenizer import from_json, to_json
+from triptych.workers.sampling.detokenizer import IncrementalDetokenizer
 
 
 @pytest.fixture
 def job() -> Job:
-    request = Request(id="cmpl-1-0", prompt=(1, 2), sampling=Sampling(), reply_to="here")
+    return job_of(Sampling())
+
+
+def job_of(sampling: Sampling) -> Job:
+    request = Request(id="cmpl-1-0", prompt=(1, 2), sampling=sampling, reply_to="here")
     return Job(
         id="cmpl-1",
         created=0,
@@ -63,9 +73,41 @@ def test_the_bytes_of_all_entries_are_the_text(job, tokenizer, end: str, streame
     middle, last = spell(tokenizer, "a<|im_start|>🎉"), spell(tokenizer, end)
     text = replace(middle, text="a🎉", finish=None)
     ended = replace(last, text="", stop=last.tokens[-1], index=len(text.tokens))
+    answer, content = content_of(job, tokenizer, [text, ended], streamed=streamed)
+    assert answer == raw_of(content).decode() == "a🎉"
+    assert len(content) == len(text.tokens) + 1
+    assert content[-1]["token"] == end
+
+
+def outputs(tokenizer, ids: list[int], sampling: Sampling) -> Iterator[Tokens]:
+    """What a worker sends of an answer with these tokens."""
+    text, end = IncrementalDetokenizer(from_json(to_json(tokenizer)), sampling), len(ids) - 1
+    for index, token in enumerate(ids):
+        entry = TokenLogprob(token=token, logprob=-1.0, top=((token, -1.0),))
+        if token == tokenizer.eos_token_id:
+            delta, finish, stop = text.finish(), "stop", token
+        else:
+            piece = text.push(token)
+            stop, finish = piece.stop, "stop" if piece.stop else "length" if index == end else None
+            delta = piece.text + (text.finish() if finish == "length" else "")
+        yield Tokens(
+            request="cmpl-1-0",
+            index=index,
+            tokens=(token,),
+            text=delta,
+            logprobs=(entry,),
+            finish=finish,
+            stop=stop,
+        )
+        if finish:
+            return
+
+
+def content_of(job, tokenizer, items: list[Tokens], *, streamed: bool) -> tuple[str, list]:
+    """The text and the entries of an answer."""
     chat = ChatResponseBuilder(job, TextCodec(tokenizer, 64))
     (choice,), content, answer = chat.choices, [], ""
-    for item in (text, ended):
+    for item in items:
         choice.add(item)
         for chunk in chat.chunks(choice, item) if streamed else ():
             part = chunk["choices"][0]
@@ -74,9 +116,54 @@ def test_the_bytes_of_all_entries_are_the_text(job, tokenizer, end: str, streame
     if not streamed:
         whole = chat.whole()["choices"][0]
         content, answer = whole["logprobs"]["content"], whole["message"]["content"]
-    assert answer == b"".join(bytes(entry["bytes"]) for entry in content).decode() == "a🎉"
-    assert len(content) == len(text.tokens) + 1
-    assert content[-1]["token"] == end
+    return answer, content
+
+
+def raw_of(content: list) -> bytes:
+    return b"".join(bytes(entry["bytes"]) for entry in content)
+
+
+@given(
+    text=st.text(st.sampled_from("ab the🎉é\n"), max_size=24),
+    stops=st.lists(st.text(st.sampled_from("ab the🎉\n"), min_size=1, max_size=4), max_size=3),
+    keep=st.booleans(),
+    ends=st.booleans(),
+)
+@settings(deadline=None)
+def test_bytes_of_entries_stop_where_a_stop_string_does(
+    tokenizer, text: str, stops: list[str], keep: bool, ends: bool
+):
+    ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * ends
+    sampling = Sampling(stop=tuple(stops), include_stop=keep, logprobs=1)
+    items = list(outputs(tokenizer, ids, sampling))
+    if not items:
+        return
+    for streamed in (False, True):
+        answer, content = content_of(job_of(sampling), tokenizer, items, streamed=streamed)
+        assert raw_of(content).decode() == answer
+        assert len(content) == len(items)
+
+
+def test_bytes_are_cut_inside_a_token(tokenizer):
+    ids = tokenizer.encode("the weather", add_special_tokens=False)
+    assert any("eathe" in token for token in tokenizer.convert_ids_to_tokens(ids))
+    for keep, kept in ((False, b"the w"), (True, b"the weath")):
+        sampling = Sampling(stop=("eath",), include_stop=keep, logprobs=0)
+        items = list(outputs(tokenizer, ids, sampling))
+        for streamed in (False, True):
+            answer, content = content_of(job_of(sampling), tokenizer, items, streamed=streamed)
+            assert raw_of(content) == answer.encode() == kept
+
+
+def test_what_decoding_changes_is_cut_at_the_stop_string(tokenizer):
+    """A space in front is not in the text of some tokenizers, nor are bytes of no character."""
+    sampling = Sampling(stop=("the",), logprobs=0)
+    codec = TextCodec(tokenizer, 64)
+    for raw, text in ((" a the", "a "), ("a the", "\N{REPLACEMENT CHARACTER} ")):
+        ids = tokenizer.encode(raw, add_special_tokens=False)
+        entries = [TokenLogprob(token=i, logprob=-1.0) for i in ids]
+        content = list(ChatLogprobs(codec, sampling).finish(text, entries, "the"))
+        assert raw_of(content).decode() == raw.removesuffix("the")
 
 
 @pytest.mark.parametrize("logprob", [-math.inf, math.nan, math.inf, -1e9])

@@ -87,11 +87,14 @@ def test_the_grammar_knows_calls_from_anything_else(choice, text: str, fits: boo
     assert accepts(compiled(asked), text) == fits
 
 
-def test_parallel_calls_can_be_ruled_out() -> None:
-    asked = body(tool_choice="required", parallel_tool_calls=False)
-    made = compiled(asked)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_parallel_calls_can_be_ruled_out(choice: str) -> None:
+    made = compiled(body(tool_choice=choice, parallel_tool_calls=False))
     assert accepts(made, CALL)
-    assert not accepts(made, f"{CALL}\n{TIME_CALL}")
+    for second in (TIME_CALL, NO_CALL):
+        assert not accepts(made, f"{CALL}\n{second}")
+        assert not accepts(made, f"{CALL} and {second}")
+    assert accepts(made, f"I look. {CALL}") == accepts(made, "It rains.") == (choice == "auto")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +135,29 @@ def test_parameters_that_cannot_be_kept_to_are_any_object_unless_strict() -> Non
     asked = validate(ChatBody, {"messages": QUESTION, "tools": [odd], "tool_choice": "required"})
     made = compiled(asked)
     assert accepts(made, '<tool_call>\n{"name": "odd", "arguments": {"a": 1}}\n</tool_call>')
+
+
+def test_arguments_have_no_other_names_than_the_parameters(client, engine) -> None:
+    """Many frameworks leave ``additionalProperties`` out, and would pass any name on."""
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    parameters = {"type": "object", "properties": {"at": inner, "all": {"items": inner}}}
+
+    def fits(arguments: str, **more: object) -> bool:
+        function = {"name": "f", "parameters": {**parameters, **more}}
+        tools = [{"type": "function", "function": function}]
+        ask(client, tools=tools, tool_choice="required", max_tokens=1)
+        call = f'{{"name": "f", "arguments": {arguments}}}'
+        made = engine.calls[-1][0].sampling.grammar
+        return accepts(made, f"<tool_call>\n{call}\n</tool_call>")
+
+    assert fits('{"at": {"x": 1}, "all": [{"x": 2}]}')
+    for wrong in ('{"y": 1}', '{"at": {"y": 1}}', '{"all": [{"y": 1}]}'):
+        assert not fits(wrong)
+    assert fits('{"y": 1}', additionalProperties=True)
+    assert fits('{"y": 1}', allOf=[{"properties": {"y": {"type": "integer"}}}])
+    assert fits('{"y": 1}', required=["y"])
+    assert fits("{}", properties={})
+    assert not fits('{"y": 1}', properties={})
 
 
 # ---------------------------------------------------------------- what the model is told
@@ -380,6 +406,57 @@ def test_an_error_inside_a_call_shows_no_markup(client, engine, cut: int) -> Non
     assert choices
     assert not any(choice.delta.content or choice.finish_reason for choice in choices)
     assert [call.function.arguments for call in calls] == ['{"city": "Ulm"}'] * (cut > len(CALL))
+
+
+JSON_ANSWERS = [
+    json.dumps({"a": f"Write {CALL}", "b": "<tool_call>"}),
+    json.dumps({"<tool_call>": f"{TIME_CALL}\n{CALL}"}, indent=1),
+    '{"a": "</tool_call><tool_call>"}',
+    '{"a": "<tool_call',
+]
+
+
+@pytest.mark.parametrize("text", JSON_ANSWERS)
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_markup_in_a_constrained_answer_is_text(text: str, finish: str) -> None:
+    """Its grammar allows a call at the beginning only."""
+    for seed in range(20):
+        parser, parsed = ToolParser(NAMES, calls_first=True), list[str | ParsedCall]()
+        for piece in split(text, seed):
+            parsed += parser.read(piece, finish=None if piece else finish)
+        assert "".join(map(str, parsed)) == text
+        assert (parser.calls, parser.is_cut) == (0, False)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+FORMATS = [
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    {"extra_body": {"guided_regex": ".*"}},
+]
+
+
+@pytest.mark.parametrize("text", JSON_ANSWERS)
+@pytest.mark.parametrize("wanted", FORMATS)
+def test_a_json_answer_beside_tools_may_hold_markup(client, engine, text: str, wanted) -> None:
+    engine.script = text
+    choice = ask(client, **wanted).choices[0]
+    assert (choice.message.content, choice.message.tool_calls) == (text, None)
+    chunks = [chunk.choices[0] for chunk in ask(client, stream=True, **wanted)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == text
+    assert not any(chunk.delta.tool_calls for chunk in chunks)
+    assert choice.finish_reason == chunks[-1].finish_reason == "stop"
+    assert engine.calls[0][0].sampling.tool_calls_first
+
+
+@pytest.mark.parametrize("wanted", [*FORMATS, {"tool_choice": "required"}, {}])
+def test_a_call_beside_a_response_format_is_a_call(client, engine, wanted) -> None:
+    engine.script = f"{CALL}\n{TAGGED}"
+    choice = ask(client, **wanted).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert not choice.message.content
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather", "time"]
+    assert engine.calls[0][0].sampling.tool_calls_first == bool(wanted)
 
 
 def test_without_tools_such_a_text_is_text(client, engine) -> None:

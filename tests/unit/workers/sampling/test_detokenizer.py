@@ -181,6 +181,18 @@ def test_stops_are_not_matched_inside_a_tool_call(
         assert streamed(stream, tokens) == (expected, stop)
 
 
+@pytest.mark.parametrize("splits", [[True], [False]])
+def test_a_stop_is_matched_inside_markup_of_an_answer_that_is_no_call(
+    tokenizer: PreTrainedTokenizerFast, splits: list[bool]
+) -> None:
+    sampling = Sampling(stop=("cat",), tool_calls=True, tool_calls_first=True)
+    for text, expected in ((f"{{{CALL} cat", f"{{{CALL} "), ("<tool_cat", "<tool_")):
+        stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), sampling)
+        assert streamed(stream, encode(tokenizer, text, splits)) == (expected, "cat")
+    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), sampling)
+    assert streamed(stream, encode(tokenizer, f"{CALL}{CALL}", splits)) == (f"{CALL}{CALL}", None)
+
+
 def test_a_stop_is_not_matched_across_the_border_of_a_call(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:

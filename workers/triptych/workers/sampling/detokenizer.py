@@ -44,7 +44,8 @@ class IncrementalDetokenizer:
         self._decoder = _DecodeWindow(tokenizer, skip_special=sampling.skip_special_tokens)
         stops = _StopStrings(sampling.stop, keep=sampling.include_stop)
         has_both = sampling.tool_calls and sampling.stop
-        self._stops = _StopStringsOutsideCalls(stops) if has_both else stops
+        calls = ToolCallScanner(calls_first=sampling.tool_calls_first)
+        self._stops = _StopStringsOutsideCalls(stops, calls) if has_both else stops
         for token in prompt_tail:
             self._decoder.push(token)
 
@@ -176,9 +177,8 @@ class _StopStringsOutsideCalls:
     Agents send stop strings such as a line break, which every call contains.
     """
 
-    def __init__(self, stops: _StopStrings) -> None:
-        self._stops = stops
-        self._calls = ToolCallScanner()
+    def __init__(self, stops: _StopStrings, calls: ToolCallScanner) -> None:
+        self._stops, self._calls = stops, calls
 
     def push(self, new: str) -> TextDelta:
         text = ""

@@ -30,9 +30,12 @@ class ToolCallScanner:
     that string.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, calls_first: bool = False) -> None:
+        """``calls_first``: output that does not begin with a call is text, tags included."""
         self._rest = ""
         """Text that no segment has yet."""
+        self._may_call: bool | None = None if calls_first else True
+        """Whether a tag opens a call; None: the beginning of the output decides it."""
         self._in_call = False
         self._in_string = False
 
@@ -56,6 +59,12 @@ class ToolCallScanner:
         return Segment(rest, self._in_call) if rest else None
 
     def _text(self) -> Segment | None:
+        if self._may_call is None:
+            if overlap(self._rest, OPEN) == len(self._rest):
+                return None
+            self._may_call = self._rest.startswith(OPEN)
+        if not self._may_call:
+            return self._take(len(self._rest), in_call=False)
         found = self._rest.find(OPEN)
         if found == 0:
             self._in_call, self._in_string = True, False

@@ -14,7 +14,7 @@ from triptych.core.profile import Fidelity
 from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.interfaces import Engine, ModelCard
 from triptych.deployments.http.keys import NO_CLIENT, Client
-from triptych.deployments.http.openai.guided_decoding import constraint_of
+from triptych.deployments.http.openai.guided_decoding import OutputConstraint, constraint_of
 from triptych.deployments.http.openai.protocol import (
     ChatBody,
     CompletionBody,
@@ -23,8 +23,8 @@ from triptych.deployments.http.openai.protocol import (
     Rendering,
     Tool,
 )
+from triptych.deployments.http.openai.tool_parser import calls_come_first, tools_of, turns_of
 from triptych.deployments.http.openai.tool_parser import grammar_of as grammar_of_calls
-from triptych.deployments.http.openai.tool_parser import tools_of, turns_of
 from triptych.deployments.http.tokenizer import TextCodec
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -336,9 +336,10 @@ class RequestBuilder:
             raise RequestError(text, "min_tokens")
         return limit
 
-    async def _grammar(self, body: GenerationBody, tools: Sequence[Tool]) -> str:
+    async def _grammar(
+        self, body: GenerationBody, tools: Sequence[Tool], constraint: OutputConstraint | None
+    ) -> str:
         """The grammar of the output; empty: it is free."""
-        constraint = constraint_of(body)
         if tools and isinstance(body, ChatBody):
             return await grammar_of_calls(body, tools, self.grammars, constraint)
         return "" if constraint is None else await constraint.grammar(self.grammars)
@@ -346,10 +347,13 @@ class RequestBuilder:
     async def _sampling(
         self, body: GenerationBody, logprobs: int, tools: Sequence[Tool] = ()
     ) -> Sampling:
-        grammar = await self._grammar(body, tools)
+        constraint = constraint_of(body)
+        calls_first = isinstance(body, ChatBody) and calls_come_first(body, constraint)
+        grammar = await self._grammar(body, tools, constraint)
         return Sampling(
             grammar=grammar,
             tool_calls=bool(tools),
+            tool_calls_first=bool(tools) and calls_first,
             temperature=float(body.temperature),
             top_k=max(body.top_k, 0),
             top_p=float(body.top_p),

@@ -1,6 +1,5 @@
 """OpenAI's responses, whole and as chunks, built from the tokens of each choice."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +14,12 @@ from triptych.core.messages import (
     Tokens,
 )
 from triptych.core.profile import Fidelity
+from triptych.deployments.http.openai.chat_logprobs import ChatLogprobs, finite_logprob
 from triptych.deployments.http.openai.request_builder import Job
 from triptych.deployments.http.openai.tool_parser import ParsedCall, ToolParser
 from triptych.deployments.http.tokenizer import TextCodec
 
 Json = dict[str, object]
-
-UNLIKELY = -9999.0
-"""OpenAI's value for a log probability of minus infinity, which JSON does not have."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,11 +52,6 @@ class Choice:
         """The stop string or token, and the plug-in if one ended the choice."""
         ending: Json = {"stop_reason": self.stop}
         return ending | {"ended_by": self.ended_by} if self.ended_by else ending
-
-    @property
-    def is_ended_by_token(self) -> bool:
-        """Whether the last token ended the choice and is not part of its text."""
-        return self.finish == "stop" and isinstance(self.stop, int)
 
     def add(self, item: Tokens) -> None:
         """Add new tokens."""
@@ -209,7 +201,7 @@ class ResponseBuilder(ABC):
         best = [(i, value, rank) for rank, (i, value) in enumerate(row.top[:top], 1)]
         return {
             str(one): {
-                "logprob": _finite(value),
+                "logprob": finite_logprob(value),
                 "rank": rank,
                 "decoded_token": self._codec.token_bytes(one).decode("utf-8", errors="replace"),
             }
@@ -247,21 +239,23 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def __init__(self, job: Job, codec: TextCodec, warning: str = "") -> None:
         super().__init__(job, codec, warning)
-        self._tool_parsers = [ToolParser(job.tools) for _ in job.requests]
-        self._skips_special = job.requests[0].sampling.skip_special_tokens
+        first = job.requests[0].sampling.tool_calls_first
+        self._tool_parsers = [ToolParser(job.tools, calls_first=first) for _ in job.requests]
+        self._logprobs = [ChatLogprobs(codec, one.sampling) for one in job.requests]
 
     def whole(self) -> Json:
         return super().whole() | self._prompt_logprobs(self.choices[0])
 
     def _choice(self, choice: Choice) -> Json:
-        text, calls = self._read(choice, "".join(choice.texts), choice.finish)
+        output = "".join(choice.texts)
+        text, calls = self._read(choice, output, choice.finish)
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(choice, choice.logprobs),
+            "logprobs": self._content(choice, output, choice.logprobs),
             "finish_reason": self._finish(choice),
             **choice.ending,
         }
@@ -271,8 +265,9 @@ class ChatResponseBuilder(ResponseBuilder):
             choice.opened = True
             yield self._part(choice, {"role": "assistant", "content": ""})
         text, calls = self._read(choice, item.text, item.finish)
-        if text or item.logprobs:
-            yield self._part(choice, {"content": text}, self._logprobs(choice, item.logprobs))
+        logprobs = self._content(choice, item.text, item.logprobs)
+        if text or logprobs:
+            yield self._part(choice, {"content": text}, logprobs)
         first = self._tool_parsers[choice.index].calls - len(calls)
         for index, call in enumerate(calls, first):
             yield self._part(choice, {"tool_calls": [{"index": index, **call}]})
@@ -313,27 +308,15 @@ class ChatResponseBuilder(ResponseBuilder):
             "finish_reason": None,
         }
 
-    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob]) -> Json | None:
-        if not logprobs:
-            return None
-        content = [
-            self._named(entry.token, entry.logprob)
-            | {"top_logprobs": [self._named(token, value) for token, value in entry.top]}
-            for entry in logprobs
-        ]
-        if choice.is_ended_by_token:
-            content[-1]["bytes"] = []
-        return {"content": content, "refusal": None}
-
-    def _named(self, token: int, logprob: float) -> Json:
-        raw = self._codec.token_bytes(token)
-        text = raw.decode("utf-8", errors="replace")
-        is_text = not (self._skips_special and self._codec.is_special(token))
-        return {
-            "token": text,
-            "logprob": _finite(logprob),
-            "bytes": list(raw) if is_text else [],
-        }
+    def _content(self, choice: Choice, text: str, entries: Sequence[TokenLogprob]) -> Json | None:
+        """The log probabilities that a piece of output completes; None if there are none."""
+        logprobs = self._logprobs[choice.index]
+        content = list(
+            logprobs.finish(text, entries, choice.stop)
+            if choice.finish
+            else logprobs.push(text, entries)
+        )
+        return {"content": content, "refusal": None} if content else None
 
 
 class CompletionResponseBuilder(ResponseBuilder):
@@ -393,7 +376,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             offsets.append(choice.chars)
             choice.chars += _characters(self._codec.token_bytes(token))
             tokens.append(self._name(token))
-            values.append(None if isinstance(entry, int) else _finite(entry.logprob))
+            values.append(None if isinstance(entry, int) else finite_logprob(entry.logprob))
             tops.append(None if isinstance(entry, int) else self._top(entry))
         return {
             "text_offset": offsets,
@@ -403,8 +386,8 @@ class CompletionResponseBuilder(ResponseBuilder):
         }
 
     def _top(self, entry: TokenLogprob) -> Json:
-        best: Json = {self._name(token): _finite(value) for token, value in entry.top}
-        return best | {self._name(entry.token): _finite(entry.logprob)}
+        best: Json = {self._name(token): finite_logprob(value) for token, value in entry.top}
+        return best | {self._name(entry.token): finite_logprob(entry.logprob)}
 
     def _name(self, token: int) -> str:
         """A token's text, or its bytes in OpenAI's notation if they are not valid UTF-8."""
@@ -413,10 +396,6 @@ class CompletionResponseBuilder(ResponseBuilder):
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, UNLIKELY) if math.isfinite(logprob) else UNLIKELY
 
 
 def _characters(raw: bytes) -> int:

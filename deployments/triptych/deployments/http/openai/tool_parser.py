@@ -84,6 +84,14 @@ def must_call(body: ChatBody) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 
+def calls_come_first(body: ChatBody, constraint: OutputConstraint | None) -> bool:
+    """Whether output that does not begin with a call has none, so its tags are text.
+
+    ``constraint``: what the answer must be, if there is no call. Its strings can hold any text.
+    """
+    return must_call(body) or constraint is not None
+
+
 # ---------------------------------------------------------------- prompt
 
 
@@ -149,7 +157,8 @@ async def grammar_of(
 ) -> str:
     """The grammar of calls with valid arguments, and of text unless a call is required.
 
-    ``constraint``: what the text must be, if there is no call.
+    ``constraint``: what the answer must be, if there is no call. Then, and if a call is required,
+    calls stand only at the beginning (``calls_come_first``).
 
     Raises: RequestError naming a tool whose parameters have no grammar, or a field that tools
         exclude; Overloaded
@@ -159,7 +168,7 @@ async def grammar_of(
     calls = [await _body(tool, f"tools.{places[tool.function.name]}", compiler) for tool in tools]
     once = not body.parallel_tool_calls or isinstance(body.tool_choice, NamedTool)
     rules = [f'body: "\\n" ({" | ".join(f"({call})" for call in calls)}) "\\n{CLOSE}"']
-    if must_call(body) or constraint is not None:
+    if calls_come_first(body, constraint):
         rules += [f"calls: {'call' if once else 'call (CALL_GAP call)*'}", f'call: "{OPEN}" body']
         rules += [] if once else ['CALL_GAP: "\\n"']
     if must_call(body):
@@ -168,7 +177,8 @@ async def grammar_of(
         rules.append(f"start: calls | answer\nanswer: {_rule(constraint)}")
     else:
         rules += [
-            f"start: (found body){'?' if once else '*'} TEXT",
+            # One call ends the answer: text after it could hold another one.
+            f"start: {'TEXT | found body' if once else '(found body)* TEXT'}",
             f'found[lazy]: TEXT "{OPEN}"',
             "TEXT: /(.|\\n)*/",
         ]
@@ -215,16 +225,21 @@ class ToolParser:
     """
 
     names: frozenset[str]
+    calls_first: bool = False
+    """Whether output that does not begin with a call is text, tags included."""
     calls: int = 0
     """Complete calls so far."""
     is_cut: bool = False
     """Whether the output ended inside a call."""
-    _scanner: ToolCallScanner = field(default_factory=ToolCallScanner)
+    _scanner: ToolCallScanner = field(init=False)
     _call: list[str] = field(default_factory=list[str])
     """The pieces of the call that is not complete yet."""
     _has_text: bool = False
     _space: str = ""
     """White space that is text only if more text follows."""
+
+    def __post_init__(self) -> None:
+        self._scanner = ToolCallScanner(calls_first=self.calls_first)
 
     def read(self, text: str, *, finish: FinishReason | None = None) -> Iterator[str | ParsedCall]:
         """Parse the next piece: yields text, and calls when they are complete."""

@@ -138,22 +138,21 @@ class Report:
 def attack(server: Server, grpc_port: int, seeds: Sequence[int]) -> Report:
     """Run everything, one after the other."""
     processes = processes_of(server)
-    with server.client(timeout=60) as client:
-        bystander = Bystander(client)
-        server.wait_until(lambda: bystander.streams > 0, 120)
-        before, outcomes = Held.by(processes), list[Outcome]()
-        for seed in seeds:
-            listed = list(attacks(server, grpc_port, seed))
-            for number, (kind, run) in enumerate(track(listed, f"seed {seed}", console=console)):
-                bystander.take_gap()
-                began = time.monotonic()
-                outcome = run()
-                took_s = round(time.monotonic() - began, 2)
-                gap_s = round(bystander.take_gap(), 3)
-                outcomes.append(
-                    Outcome(kind=kind, number=number, outcome=outcome, took_s=took_s, gap_s=gap_s)
-                )
-        bystander.stop()
+    bystander = Bystander(server.url)
+    server.wait_until(lambda: bystander.streams > 0, 120)
+    before, outcomes = Held.by(processes), list[Outcome]()
+    for seed in seeds:
+        listed = list(attacks(server, grpc_port, seed))
+        for number, (kind, run) in enumerate(track(listed, f"seed {seed}", console=console)):
+            bystander.take_gap()
+            began = time.monotonic()
+            outcome = run()
+            took_s = round(time.monotonic() - began, 2)
+            gap_s = round(bystander.take_gap(), 3)
+            outcomes.append(
+                Outcome(kind=kind, number=number, outcome=outcome, took_s=took_s, gap_s=gap_s)
+            )
+    bystander.stop()
     faults = [f"{one.kind} {one.number}: {one.fault}" for one in outcomes if one.fault]
     faults += [f"a stream of the bystander ended with {fault}" for fault in bystander.faults]
     if ended := [name for name, process in processes.items() if not process.is_running()]:

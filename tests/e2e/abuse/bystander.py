@@ -1,8 +1,13 @@
-"""A well-behaved client whose streams run while hostile requests are sent, and what it meets."""
+"""A well-behaved client whose streams run while hostile requests are sent, and what it meets.
 
-import threading
+It has a process of its own: what the client of hostile requests does is no gap of a stream.
+"""
+
 import time
-from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import openai
@@ -11,59 +16,80 @@ from tests.e2e.conftest import MODEL
 
 PROMPT = "Tell a long story about a lighthouse."
 TOKENS = 200
+STOP_S = 120
+"""Most time that the last stream takes."""
 
 
-@dataclass
 class Bystander:
     """Streams one answer after the other until ``stop``."""
 
-    client: openai.OpenAI
-    largest_gap_s: float = 0.0
-    """Between two tokens of a stream; the wait for the first one is not counted."""
-    streams: int = 0
-    faults: list[str] = field(default_factory=list[str])
-    """Streams that did not end as they should."""
-    _is_over: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread = field(init=False)
+    def __init__(self, url: str) -> None:
+        spawn = get_context("spawn")
+        self.faults = list[str]()
+        """Streams that did not end as they should; known after ``stop``."""
+        self._gap: Synchronized[float] = spawn.Value("d", 0.0)
+        self._streams: Synchronized[int] = spawn.Value("i", 0)
+        self._faults: SimpleQueue[str] = spawn.SimpleQueue()
+        self._is_over = spawn.Event()
+        shared = self._gap, self._streams, self._faults, self._is_over
+        self._process = spawn.Process(target=stream_until, args=(url, *shared), daemon=True)
+        self._process.start()
 
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+    @property
+    def streams(self) -> int:
+        """Streams that have ended."""
+        return self._streams.value
 
     def stop(self) -> None:
         """Wait for the end of the present stream."""
         self._is_over.set()
-        self._thread.join(120)
-        assert not self._thread.is_alive()
+        self._process.join(STOP_S)
+        assert self._process.exitcode == 0, f"exit code {self._process.exitcode}"
+        while not self._faults.empty():
+            self.faults.append(self._faults.get())
 
     def take_gap(self) -> float:
-        """The largest gap since the last call."""
-        gap, self.largest_gap_s = self.largest_gap_s, 0.0
+        """Seconds of the largest gap between two tokens of a stream since the last call.
+
+        The wait for the first token of a stream is not counted.
+        """
+        with self._gap.get_lock():
+            gap, self._gap.value = self._gap.value, 0.0
         return gap
 
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            try:
-                ending = self._stream()
-            except openai.APIError as error:
-                ending = repr(error)
-            self.streams += 1
-            if ending != "length":
-                self.faults.append(str(ending))
 
-    def _stream(self) -> Any:
-        ending, last = None, 0.0
-        for chunk in self.client.completions.create(
-            model=MODEL,
-            prompt=PROMPT,
-            max_tokens=TOKENS,
-            stream=True,
-            temperature=0,
-            extra_body={"ignore_eos": True},
-        ):
-            now = time.monotonic()
-            if last:
-                self.largest_gap_s = max(self.largest_gap_s, now - last)
-            last = now
-            ending = chunk.choices[0].finish_reason or ending
-        return ending
+def stream_until(
+    url: str,
+    gap: "Synchronized[float]",
+    streams: "Synchronized[int]",
+    faults: "SimpleQueue[str]",
+    is_over: Event,
+) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    while not is_over.is_set():
+        try:
+            ending = _stream(client, gap)
+        except openai.APIError as error:
+            ending = repr(error)
+        streams.value += 1
+        if ending != "length":
+            faults.put(str(ending))
+
+
+def _stream(client: openai.OpenAI, gap: "Synchronized[float]") -> Any:
+    ending, last = None, 0.0
+    for chunk in client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=TOKENS,
+        stream=True,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    ):
+        now = time.monotonic()
+        if last:
+            with gap.get_lock():
+                gap.value = max(gap.value, now - last)
+        last = now
+        ending = chunk.choices[0].finish_reason or ending
+    return ending

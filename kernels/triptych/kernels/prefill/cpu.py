@@ -82,20 +82,16 @@ def _attend_flash(query: Tensor, keys: Keys, out: Tensor, scale: float) -> None:
         part[:, first:].reshape(-1, blocks, size, dim).transpose(0, 1) for part in (key, value)
     )
     mixed, lse = _flash(queries, near, near_values, scale, is_causal=True)
-    merged, own_lse = mixed.float(), lse.contiguous()
+    merged = mixed.float()
     for block, end in enumerate(range(first, first + blocks * size, size)):
         if end:
             rows = _rows_in_use(lead - block * size, used - block * size)
             part = (block, slice(None), rows)
             far, far_values = key[None, :, :end], value[None, :, :end]
             old, old_lse = _flash(queries[part][None], far, far_values, scale, is_causal=False)
-            # Of whole blocks: a vectorized exp rounds unlike the one that serves the rest of a row.
-            all_old = torch.full_like(own_lse[block], float("-inf"))
-            all_old[:, rows] = old_lse[0]
-            total = torch.logaddexp(own_lse[block], all_old)
-            share = (own_lse[block] - total).exp()[:, rows, None]
-            old_share = (all_old - total).exp()[:, rows, None]
-            merged[part] = merged[part] * share + old[0] * old_share
+            total = torch.logaddexp(lse[part], old_lse[0])
+            share, old_share = (lse[part] - total).exp(), (old_lse[0] - total).exp()
+            merged[part] = merged[part] * share[..., None] + old[0] * old_share[..., None]
     out.copy_(merged.transpose(1, 2).flatten(0, 1)[lead:used])
 
 

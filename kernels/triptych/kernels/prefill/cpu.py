@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from triptych.kernels.codec.cpu import load_tokens
@@ -22,10 +21,6 @@ BLOCK_FLOATS = 2**18
 MIN_BLOCK = 16
 MAX_BLOCK = 64
 """Most queries in a block; larger blocks compute more weights that the causal mask hides."""
-FLASH_BLOCK = 64
-"""Tokens of a block of flash attention. Smaller blocks are more calls, larger ones more padding."""
-FLASH_ROWS = 8
-"""Queries are attended in groups of so many rows: float32 products of fewer round differently."""
 
 
 def prefill_attention(
@@ -62,49 +57,25 @@ def prefill_attention(
 def _attend_flash(query: Tensor, keys: Keys, out: Tensor, scale: float) -> None:
     """Causal attention of one sequence whose heads all have the same number of past tokens.
 
-    The sequence is divided into blocks of ``FLASH_BLOCK`` tokens from its beginning. A query
-    attends to the keys of its block, all blocks in one call, and to those before the block; both
-    are merged by log-sum-exp. The first and the last block are padded. So the shapes of all
-    products, and with them the rounding of a token's output, depend on the token's position alone:
-    it has the same bits however the prompt is divided into chunks and whatever of it is cached.
+    Past and new keys are attended separately and merged by log-sum-exp: a mask takes longer. All is
+    in float32, which takes no longer where 16-bit products have no unit of their own. Rounding each
+    part to 16 bits made the output depend on where a chunk begins, and so on what is cached.
     """
-    past, size = keys.key.shape[1] - len(query), FLASH_BLOCK
-    first, lead = past - past % size, past % size
-    used = lead + len(query)
-    _, heads, dim = query.shape
-    blocks = -(-used // size)
-    whole = query.new_zeros(blocks * size, heads, dim)
-    whole[lead:used] = query
-    padding = (0, 0, 0, blocks * size - used)
-    key, value = (F.pad(part.to(query.dtype), padding) for part in (keys.key, keys.value))
-    queries = whole.view(blocks, size, heads, dim).transpose(1, 2)
-    near, near_values = (
-        part[:, first:].reshape(-1, blocks, size, dim).transpose(0, 1) for part in (key, value)
-    )
-    mixed, lse = _flash(queries, near, near_values, scale, is_causal=True)
-    merged = mixed.float()
-    for block, end in enumerate(range(first, first + blocks * size, size)):
-        if end:
-            rows = _rows_in_use(lead - block * size, used - block * size)
-            part = (block, slice(None), rows)
-            far, far_values = key[None, :, :end], value[None, :, :end]
-            old, old_lse = _flash(queries[part][None], far, far_values, scale, is_causal=False)
-            total = torch.logaddexp(lse[part], old_lse[0])
-            share, old_share = (lse[part] - total).exp(), (old_lse[0] - total).exp()
-            merged[part] = merged[part] * share[..., None] + old[0] * old_share[..., None]
-    out.copy_(merged.transpose(1, 2).flatten(0, 1)[lead:used])
-
-
-def _rows_in_use(first: int, end: int) -> slice:
-    """The rows of a block from ``first`` to ``end``, in whole groups of ``FLASH_ROWS``."""
-    start = max(0, first) // FLASH_ROWS * FLASH_ROWS
-    return slice(start, min(FLASH_BLOCK, -(-end // FLASH_ROWS) * FLASH_ROWS))
+    past = keys.key.shape[1] - len(query)
+    queries = query.float().transpose(0, 1)[None]
+    key, value = keys.key[None], keys.value[None]
+    mixed, lse = _flash(queries, key[:, :, past:], value[:, :, past:], scale, is_causal=True)
+    if past:
+        old, old_lse = _flash(queries, key[:, :, :past], value[:, :, :past], scale, is_causal=False)
+        whole = torch.logaddexp(lse, old_lse)
+        mixed = mixed * (lse - whole).exp()[..., None] + old * (old_lse - whole).exp()[..., None]
+    out.copy_(mixed[0].transpose(0, 1))
 
 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention [B, H, n, d] and log-sum-exps [B, H, n]; key and value [B, KH, N, d]."""
+    """Attention [1, H, n, d] and log-sum-exps [1, H, n]; key and value [1, KH, N, d]."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return flash(query, key, value, 0.0, is_causal, scale=scale)
 

@@ -42,7 +42,8 @@ async def run(seeds: range, wanted: Sequence[str], out: Path | None, *, in_parts
                         bad.append(trial)
                         console.print(trial, soft_wrap=True)
                 if out:
-                    write_json(report(seeds, trials, bad, dict(cluster.deaths)), out)
+                    done = range(seeds.start, seed + 1)
+                    write_json(report(done, trials, bad, dict(cluster.deaths)), out)
     show(trials)
     return 1 if bad else 0
 
@@ -52,7 +53,8 @@ def report(
 ) -> dict[str, object]:
     return {
         "host": host_info(),
-        "asked": {"seeds": len(seeds), "first_seed": seeds.start},
+        "first_seed": seeds.start,
+        "seeds": len(seeds),
         "deaths": deaths,
         "roles": by_role(trials),
         "points": by_point(trials),

@@ -126,7 +126,10 @@ def plan(
     out: Tensor,
 ) -> list[Launch]:
     """The launches of ``decode_attention``: one for all sections, and one that merges runs."""
-    prepared = _prepare("decode_attention", query, arena, sections, slots, window, positions, lse)
+    is_paged = any(section.layout.format.is_quantized for section in sections)
+    prepared = _prepare(
+        "decode_attention", query, arena, sections, slots, window, positions, lse, is_paged
+    )
     rows, heads, dim = query.shape
     total = sum(prepared.runs)
     partial = query.new_empty((rows, heads, total, dim), dtype=torch.float32)
@@ -173,7 +176,9 @@ def plan_scores(
     weight: float,
 ) -> list[Launch]:
     """The launches of ``score_tokens``: one for each section."""
-    prepared = _prepare("score_tokens", query, arena, sections, slots, window, positions, lse)
+    prepared = _prepare(
+        "score_tokens", query, arena, sections, slots, window, positions, lse, is_paged=False
+    )
     launches: list[Launch] = []
     for section, runs in zip(sections, prepared.runs, strict=True):
         arguments = (
@@ -230,8 +235,9 @@ def _prepare(
     window: int,
     positions: Tensor | None,
     lse: Tensor | None,
+    is_paged: bool,
 ) -> Prepared:
-    """Check the inputs and choose tile and runs.
+    """Check the inputs and choose tile and runs; ``is_paged``: see ``Prepared``.
 
     Raises:  ConfigError if there are no kernels for the inputs
     """
@@ -255,9 +261,6 @@ def _prepare(
         )
     for section in sections:
         _check_section(name, arena, section, kv_heads, dim)
-    is_paged = name == "decode_attention" and any(
-        section.layout.format.is_quantized for section in sections
-    )
     tile = tile_of(dim, heads // kv_heads, is_paged)
     seen = positions.contiguous() if window > 0 and positions is not None else None
     runs = _runs(sections, tile, rows * kv_heads, processors(query.device))

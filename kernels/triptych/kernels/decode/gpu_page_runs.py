@@ -5,8 +5,8 @@
 import triton
 import triton.language as tl
 
-from triptych.kernels.triton.page_access import capped
-from triptych.kernels.triton.unpack import codes_of
+from triptych.kernels.triton.page_access import capped, halves, metadata_of, positions_of
+from triptych.kernels.triton.unpack import unpacked
 
 LEAST = tl.constexpr(2.0**-24)
 
@@ -38,15 +38,6 @@ def page_at(
     page = tl.load(table + column.to(tl.int64) * stride, mask=is_named, other=-1)
     is_known = is_named & (page >= 0) & (page < page_count)
     return arena + tl.where(is_known, page, 0).to(tl.int64) * FORM.page_bytes, is_known
-
-
-@triton.jit
-def scale_zero(start, token, live):
-    """Scale and zero of each token, in one load; 0 where not live."""
-    word = tl.load(start.to(tl.pointer_type(tl.int32)) + token, mask=live, other=0)
-    scale = tl.cast((word & 0xFFFF).to(tl.uint16), tl.float16, bitcast=True)
-    zero = tl.cast(((word >> 16) & 0xFFFF).to(tl.uint16), tl.float16, bitcast=True)
-    return scale.to(tl.float32), zero.to(tl.float32)
 
 
 @triton.jit
@@ -109,20 +100,19 @@ def attend_pages(
         live = token < tl.minimum(count - tile * FORM.tokens, FORM.tokens)
         key = tl.load(page + key_at)
         value = units_of(page + FORM.values, value_at, FORM.value_units, FORM.value_tile)
-        key_scale, key_zero = scale_zero(page + FORM.key_metadata, token, live)
-        scale, zero = scale_zero(page + FORM.value_metadata, token, live)
+        key_scale, key_zero = metadata_of(page, token, live, FORM, True)
+        scale, zero = metadata_of(page, token, live, FORM, False)
         logits = tl.zeros([PAGE, HEADS], tl.float32)
-        codes = codes_of(key, FORM.key_bits, 0, FORM.has_asm)
+        codes = unpacked(key, FORM.key_bits, 0, FORM.has_asm)
         logits = added(logits, tl.trans(codes), first_high, first_low, EXACT)
         if FORM.key_bits == 4:
-            codes = codes_of(key, 4, 1, FORM.has_asm)
+            codes = unpacked(key, 4, 1, FORM.has_asm)
             logits = added(logits, tl.trans(codes), second_high, second_low, EXACT)
         logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
         logits = capped(logits * factor[None, :], cap, CAPPED)
         shown = live
         if is_windowed:
-            at = (page + FORM.positions).to(tl.pointer_type(tl.int32)) + token
-            shown = shown & (tl.load(at, mask=live, other=-1) >= oldest)
+            shown = shown & (positions_of(page, token, live, FORM) >= oldest)
         hidden = tl.where(is_known, float("-inf"), float("nan"))
         power, inverse = power_of(scale)
         logits = tl.where(shown[:, None], logits + power[:, None], hidden)
@@ -134,8 +124,7 @@ def attend_pages(
         mass = mass * rescale + tl.sum(weights * inverse[:, None], 0)
         shift = shift * rescale + tl.sum(weights * (zero * inverse)[:, None], 0)
         weights *= (scale * inverse)[:, None]
-        high = weights.to(tl.float16)
-        low = (weights - high.to(tl.float32)).to(tl.float16)
+        high, low = halves(weights)
         out_0 = more(out_0, rescale, high, low, value, 0, FORM, EXACT)
         if FORM.value_bits < 8:
             out_1 = more(out_1, rescale, high, low, value, 1, FORM, EXACT)
@@ -161,6 +150,6 @@ def more(
     A page starts a sum of its own, since the sums of tensor cores are rounded towards zero: over
     the pages of a run that adds up to more than the rounding of weights.
     """
-    codes = tl.trans(codes_of(value, FORM.value_bits, part, FORM.has_asm))
+    codes = tl.trans(unpacked(value, FORM.value_bits, part, FORM.has_asm))
     page = tl.zeros_like(out)
     return tl.fma(out, rescale[None, :], added(page, codes, high, low, EXACT))

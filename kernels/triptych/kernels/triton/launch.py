@@ -162,7 +162,7 @@ _backend: ContextVar[str | None] = ContextVar("backend", default=None)
 
 @contextmanager
 def planned_for(backend: str) -> Generator[None]:
-    """Plan launches for ``"cuda"`` or ``"hip"``, whatever this process has."""
+    """Within this context, launches are planned for ``backend``: ``"cuda"`` or ``"hip"``."""
     token = _backend.set(backend)
     try:
         yield
@@ -172,8 +172,13 @@ def planned_for(backend: str) -> Generator[None]:
 
 def has_asm() -> bool:
     """Whether the launches that are planned now may use the assembly of NVIDIA's GPUs."""
-    backend = _backend.get() or ("hip" if torch.version.hip else "cuda")
-    return backend == "cuda" and not is_interpreted()
+    backend = _backend.get()
+    return _has_asm_here() if backend is None else backend == "cuda"
+
+
+@cache
+def _has_asm_here() -> bool:
+    return not torch.version.hip and not is_interpreted()
 
 
 def is_interpreted() -> bool:

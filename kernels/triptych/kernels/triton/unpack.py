@@ -44,7 +44,7 @@ def half_of(code):
 
 
 @triton.jit
-def codes_of(units, bits: tl.constexpr, part: tl.constexpr, HAS_ASM: tl.constexpr):
+def unpacked(units, bits: tl.constexpr, part: tl.constexpr, HAS_ASM: tl.constexpr):
     """fp16 codes of one part of packed bytes, which hold ``8 / bits`` parts."""
     if HAS_ASM:
         PLACE: tl.constexpr = 0 if bits == 8 else part + (1 if bits == 4 else 3)

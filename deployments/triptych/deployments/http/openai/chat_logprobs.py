@@ -44,15 +44,14 @@ class ChatLogprobs:
         self._decoder = _UTF8(errors="replace")
         self._raw = bytearray()
         self._chars = 0
-        self._text = ""
+        self._pieces = list[str]()
+        self._shown = 0
         self._held = deque[_Held]()
 
     def push(self, text: str, entries: Sequence[TokenLogprob]) -> Iterator[Json]:
         """Add text and entries of tokens; the entries that no stop string can cut any more."""
-        self._text += text
-        for entry in entries:
-            self._hold(entry)
-        while self._held and self._held[0].chars <= len(self._text):
+        self._add(text, entries)
+        while self._held and self._held[0].chars <= self._shown:
             held = self._held.popleft()
             yield self._json(held.entry, held.raw)
 
@@ -63,13 +62,17 @@ class ChatLogprobs:
 
         ``stop``: the stop string or token that ended the answer
         """
-        self._text += text
-        for entry in entries:
-            self._hold(entry)
-        end = self._end_of_text(stop)
+        self._add(text, entries)
+        end = self._end_of_text(stop) if self._held else 0
         while self._held:
             held = self._held.popleft()
             yield self._json(held.entry, held.raw[: max(end - held.start, 0)])
+
+    def _add(self, text: str, entries: Sequence[TokenLogprob]) -> None:
+        self._pieces.append(text)
+        self._shown += len(text)
+        for entry in entries:
+            self._hold(entry)
 
     def _hold(self, entry: TokenLogprob) -> None:
         raw = self._text_bytes(entry.token)
@@ -82,10 +85,10 @@ class ChatLogprobs:
     def _end_of_text(self, stop: str | int | None) -> int:
         """Number of the output's bytes that are text."""
         if isinstance(stop, int):
-            return self._held[-1].start if self._held else len(self._raw)
+            return self._held[-1].start
         if stop is None:
             return len(self._raw)
-        text, found = self._text.encode(), stop.encode()
+        text, found = "".join(self._pieces).encode(), stop.encode()
         if self._raw.startswith(text):
             return len(text)
         # Decoding changed some bytes: a space in front, or bytes that are no character.

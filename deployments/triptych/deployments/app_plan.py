@@ -57,7 +57,7 @@ class AppPlan:
 
     @property
     def wanted_model_len(self) -> int:
-        """Prompt plus output tokens by the settings and the model, whatever the pool holds."""
+        """Prompt plus output tokens that settings and model allow, before the pool limits them."""
         asked = self.config.model.max_model_len
         return self.context_tokens if asked == "auto" else max(self.context_tokens, asked)
 

@@ -29,7 +29,7 @@ FREE = frozenset({"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"})
 
 
 def name_errors(body: Body) -> Iterator[str]:
-    """What is wrong with the names of an object and of its worker groups."""
+    """Errors in the names of an object and of its worker groups."""
     kind, metadata = str(body["kind"]), cast("Body", body.get("metadata") or {})
     if "name" in metadata and kind not in FREE:
         pattern, most = LIMITS.get(kind, (SUBDOMAIN, MOST_CHARACTERS))
@@ -41,7 +41,7 @@ def name_errors(body: Body) -> Iterator[str]:
 
 
 def name_errors_in_pod(pod: Body) -> Iterator[str]:
-    """What is wrong with the names of a pod's containers and volumes."""
+    """Errors in the names of a pod's containers and volumes."""
     for container in (*pod.get("initContainers", ()), *pod["containers"]):
         yield from _errors("container", container["name"], LABEL, MOST_OF_A_LABEL)
     for volume in pod.get("volumes", ()):

@@ -13,7 +13,7 @@ from triptych.cli.serving.scrape import read_metrics
 OPEN = "triptych_num_requests_open"
 LOOK_EVERY_S = 1.0
 QUIET_LOOKS = 3
-"""Consecutive checks without a running request: late requests may still arrive."""
+"""Consecutive checks without a request: late requests may still arrive."""
 
 Url = Annotated[str, typer.Option(help="Server URL.")]
 Timeout = Annotated[float, typer.Option(min=0, help="Seconds to wait at most.")]
@@ -27,29 +27,29 @@ def drain(
     The command does not stop new requests; the load balancer must, as Kubernetes does for a pod
     that terminates.
     """
-    began, running = time.monotonic(), _wait(url, timeout)
+    began, left = time.monotonic(), _wait(url, timeout)
     if as_json:
         waited_s = round(time.monotonic() - began, 1)
-        typer.echo(json.dumps({"url": url, "in_progress": running, "waited_s": waited_s}, indent=2))
-    elif running:
-        notes.print(f"triptych: {running} answers are still in progress at {url}")
-    if running:
+        typer.echo(json.dumps({"url": url, "in_progress": left, "waited_s": waited_s}, indent=2))
+    elif left:
+        notes.print(f"triptych: {left} answers are still in progress at {url}")
+    if left:
         raise typer.Exit(1)
 
 
 def _wait(url: str, timeout_s: float) -> int:
-    """Requests that still run after the timeout; 0 as soon as none does."""
+    """Requests that are left after the timeout; 0 as soon as there are none."""
     deadline, quiet = time.monotonic() + timeout_s, 0
     while quiet < QUIET_LOOKS:
-        running = _running(url)
-        quiet = 0 if running else quiet + 1
-        if running and time.monotonic() > deadline:
-            return int(running)
+        left = _open_requests(url)
+        quiet = 0 if left else quiet + 1
+        if left and time.monotonic() > deadline:
+            return int(left)
         time.sleep(LOOK_EVERY_S)
     return 0
 
 
-def _running(url: str) -> float:
+def _open_requests(url: str) -> float:
     """Number of requests, waiting ones included; 0 if the server does not answer."""
     try:
         return read_metrics(url).total(OPEN)

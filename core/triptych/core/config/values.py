@@ -1,4 +1,4 @@
-"""What the settings of all parts have in common."""
+"""Checks and units that the settings of all parts use."""
 
 import re
 from ipaddress import ip_address

@@ -253,7 +253,7 @@ class RouteHandlers:
         return JsonResponse({"prompt": await self._codec.decode(body.tokens)})
 
     async def live(self) -> Response:
-        """``/live``: 200 while this process answers, whatever the other processes do."""
+        """``/live``: 200 as long as this process answers; other processes do not matter."""
         return Response()
 
     async def health(self) -> Response:

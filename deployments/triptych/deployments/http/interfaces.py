@@ -1,4 +1,4 @@
-"""What the HTTP server needs: an engine, its model card, and sources of diagnostics."""
+"""Interfaces of the HTTP server: an engine, its model card, and sources of diagnostics."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass

@@ -293,8 +293,7 @@ class ChatResponseBuilder(ResponseBuilder):
         ]
 
     def _finish(self, choice: Choice) -> str | None:
-        """OpenAI's ``finish_reason``; ``length`` if the answer ends inside a tool call, whatever
-        ended it."""
+        """OpenAI's ``finish_reason`` of a choice; ``length`` if it ends inside a tool call."""
         parser = self._tool_parsers[choice.index]
         if parser.is_cut:
             return "length"

@@ -14,7 +14,7 @@ from triptych.core.errors import MessageError, TriptychError
 from triptych.core.handles import KVHandle
 from triptych.core.schema import PackedField, SchemaError, build
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Changes whenever a message gets another name or shape: 2 renamed the messages of preemption,
 checkpoints and borrowed cache memory; 3 added the epoch of a registration; 4 the children of a
 ``Submit``."""
@@ -252,6 +252,11 @@ class Request:
     def known_tokens(self) -> int:
         """Number of ``known`` tokens."""
         return len(self.prompt) + len(self.output_tokens) - self.skipped
+
+    @property
+    def known_prompt_tokens(self) -> int:
+        """How many of the ``known`` tokens are of the prompt."""
+        return max(0, len(self.prompt) - self.skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -605,6 +610,8 @@ class Prefix:
     """Seconds to compute one token."""
     session: str = ""
     """Conversation id; empty: none."""
+    prompt_tokens: int = 0
+    """How many of ``tokens`` are of the prompt; the rest is output of an earlier attempt."""
     cached_tokens: int = 0
     """First tokens that came from the prefix cache; their pages may be shared."""
 

@@ -41,6 +41,8 @@ class PagePlan:
     """Bytes of pages for the prefix cache; 0: there is none."""
     share_pages: bool = False
     """Whether requests read pages of cached prefixes in place instead of copying them."""
+    repeatable_prompts: bool = False
+    """Whether the tokens of an answer are the same, whatever of its prompt was cached."""
     head_budgets: bytes = b""
     """Share of pages that each head row reads in a decode step (``core.head_budgets``); empty: all
     head rows read the same share."""
@@ -72,6 +74,7 @@ class PagePlan:
             else page,
             Policy.of(config.compressor, profile),
             share_pages=config.pool.share_pages,
+            repeatable_prompts=config.pool.repeatable_prompts,
             head_budgets=_head_budgets(config, profile),
             key_order="token" if config.decode.actor.num_gpus else "channel",
         )
@@ -211,17 +214,41 @@ class PagePlan:
         """
         return self.share_pages and self.compresses and self.prefix_bytes > 0
 
-    def shared_span(self, cached_tokens: int, raw_tokens: int) -> range:
-        """The cached tokens of a prompt of ``raw_tokens`` tokens that need no pages of its own.
+    @property
+    def rounds_prompts(self) -> bool:
+        """Whether prefill rounds whole blocks of a prompt as the prefix cache stores them.
 
-        These are whole blocks. Blocks with tokens of the sink or of the window are not among them,
-        since those tokens are in raw pages.
+        16-bit blocks come back from the cache as they were computed.
+        """
+        return self.repeatable_prompts and self.compresses and self.prefix_bytes > 0
+
+    @property
+    def has_fixed_pages(self) -> bool:
+        """Whether some pages of a request are never written: blocks of a prompt, shared or own."""
+        return self.shares or self.rounds_prompts
+
+    def rounded_tokens(self, prompt_tokens: int) -> range:
+        """Positions of the prompt tokens that prefill rounds: whole blocks without the sink.
+
+        They stay in the high format, whatever attention they receive.
+        """
+        if not self.rounds_prompts:
+            return range(0)
+        end = prompt_tokens // self.block_tokens * self.block_tokens
+        return range(min(end, self.block_sink_pages * self.raw.tokens), end)
+
+    def fixed_span(self, block_tokens: int, raw_tokens: int) -> range:
+        """The tokens in fixed pages, of a sequence of ``raw_tokens`` tokens after prefill.
+
+        These are whole blocks of its first ``block_tokens`` tokens. Blocks with tokens of the sink
+        or of the window are not among them, since those tokens are in raw pages.
         """
         size = self.block_tokens
         first = -(-self.sink_tokens // size)
         behind = self.sink_tokens + self.leaving_pages(raw_tokens) * self.raw.tokens
-        last = min(cached_tokens, behind) // size
-        return range(first * size, last * size) if self.shares and first < last else range(0)
+        last = min(block_tokens, behind) // size
+        is_any = self.has_fixed_pages and first < last
+        return range(first * size, last * size) if is_any else range(0)
 
     @property
     def prefix_blocks(self) -> int:

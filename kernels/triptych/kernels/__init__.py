@@ -11,6 +11,7 @@ from triptych.kernels.codec import (
     append_tokens,
     load_tokens,
     move_tokens,
+    round_tokens,
     store_tokens,
     transcode,
 )
@@ -20,10 +21,16 @@ from triptych.kernels.op import Op, observe_ops
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.pointwise import gate, rms_norm, rotate
-from triptych.kernels.prefill import largest_sums, prefill_attention, significance_of
+from triptych.kernels.prefill import (
+    ALWAYS_HIGH,
+    largest_sums,
+    prefill_attention,
+    significance_of,
+)
 from triptych.kernels.select import Rule, Summaries, select_pages, summarize_pages
 
 __all__ = [
+    "ALWAYS_HIGH",
     "NUMERICS_VERSION",
     "OPS",
     "Op",
@@ -46,6 +53,7 @@ __all__ = [
     "prefill_attention",
     "rms_norm",
     "rotate",
+    "round_tokens",
     "score_tokens",
     "select_pages",
     "significance_of",
@@ -62,6 +70,7 @@ OPS: dict[str, Op[..., Any]] = {
         transcode,
         move_tokens,
         load_tokens,
+        round_tokens,
         prefill_attention,
         plan_tokens,
         plan_retirement,

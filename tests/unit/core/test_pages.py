@@ -32,11 +32,11 @@ def test_a_block_is_two_high_pages_of_each_head_row() -> None:
 def test_what_is_shared_is_whole_blocks_between_sink_and_window() -> None:
     made = plan()
     tokens = made.raw.tokens
-    assert made.shared_span(1024, 1056) == range(64, 960), "64 tokens stay in raw pages"
-    assert made.shared_span(1024, 4096) == range(64, 1024)
-    assert made.shared_span(64, 4096) == made.shared_span(1024, 150) == range(0)
+    assert made.fixed_span(1024, 1056) == range(64, 960), "64 tokens stay in raw pages"
+    assert made.fixed_span(1024, 4096) == range(64, 1024)
+    assert made.fixed_span(64, 4096) == made.fixed_span(1024, 150) == range(0)
     for prompt in range(150, 1200, 7):
-        span = made.shared_span(1 << 20, prompt)
+        span = made.fixed_span(1 << 20, prompt)
         raw = made.sink_tokens + made.leaving_pages(prompt) * tokens
         assert span.stop <= raw <= prompt - made.policy.window_tokens
         assert raw - span.stop < made.block_tokens + tokens or not span
@@ -45,12 +45,12 @@ def test_what_is_shared_is_whole_blocks_between_sink_and_window() -> None:
         plan(prefix_bytes=0),
         plan(policy="uniform:fp16"),
     ):
-        assert copies.shared_span(1024, 4096) == range(0)
+        assert copies.fixed_span(1024, 4096) == range(0)
     no_sink = PagePlan.of(
         AppConfig.from_mapping({"compressor": {"policy": "uniform:k8v4", "sink_tokens": 0}}),
         SMOLLM2,
     )
-    assert no_sink.shared_span(1024, 4096) == range(1024)
+    assert no_sink.fixed_span(1024, 4096) == range(1024)
 
 
 def test_a_quarter_is_for_prefixes_unless_it_holds_too_little() -> None:

@@ -5,6 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.moves import random_moves
@@ -15,6 +17,7 @@ from triptych.kernels import (
     append_tokens,
     load_tokens,
     move_tokens,
+    round_tokens,
     store_tokens,
     transcode,
 )
@@ -303,3 +306,70 @@ def test_a_change_of_the_encoded_bytes_raises_the_version(backend: str) -> None:
         store_tokens.on(backend)(arena, layout, key, value, page, rows, tokens)
         digest.update(arena.numpy().tobytes())
     assert (NUMERICS_VERSION, digest.hexdigest()[:16]) == (1, "c8a3da0eafbae8c4")
+
+
+def awkward_for_scales(head_dim: int) -> Tensor:
+    """``awkward_vectors`` with tiny, shifted and one-sided ones: the scale hardly fits float16."""
+    vectors = awkward_vectors(head_dim, torch.float32)
+    vectors[11] *= 1e-7
+    vectors[12] += 50.0
+    vectors[13] = vectors[13].abs() + 3
+    vectors[14] *= 2e4
+    return vectors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_backends_round_tokens_to_the_same_bits(
+    name: str, head_dim: int, dtype: torch.dtype
+) -> None:
+    layout = layout_of(name, head_dim, "channel")
+    wide = awkward_for_scales(2 * head_dim).to(dtype)
+    key, value = wide[..., :head_dim], wide[..., head_dim:]
+    quantized = torch.rand(TOKENS) < 0.6
+    results = [round_tokens.on(backend)(layout, key, value, quantized) for backend in BACKENDS]
+    for mine, its in zip(*results, strict=True):
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, its)
+    exact = key[~quantized].float().clamp(-65504, 65504)
+    assert torch.equal(results[0][0][~quantized].half(), exact.half())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_pages_give_rounded_tokens_back_unchanged(
+    name: str, head_dim: int, order: KeyOrder
+) -> None:
+    """From 16-bit pages to pages of the format and back: what the prefix cache does to a block."""
+    layout, raw = layout_of(name, head_dim, order), layout_of("fp16", head_dim, "token")
+    table, pages, rows = scattered(raw, 0)
+    coded_table, coded_pages, coded_rows = scattered(layout, table.numel())
+    arena = torch.full((table.numel() + coded_table.numel(), raw.page_bytes), 0xFF).byte()
+    vectors = awkward_for_scales(head_dim)
+    key, value = round_tokens(layout, vectors, vectors.flip(0), torch.ones(TOKENS).bool())
+    store_tokens(arena, raw, key, value, pages, rows, torch.arange(TOKENS, dtype=torch.int32))
+    there = [index.flatten() for index in (pages, rows, coded_pages, coded_rows)]
+    transcode(arena, raw, layout, *there)
+    arena[: table.numel()] = 0xFF
+    transcode(arena, layout, raw, *there[2:], *there[:2])
+    tokens = torch.full((HEADS,), TOKENS, dtype=torch.int32)
+    got_key, got_value, _ = load_tokens(arena, raw, table, tokens)
+    assert torch.equal(got_key.transpose(0, 1), key)
+    assert torch.equal(got_value.transpose(0, 1), value)
+
+
+@pytest.mark.hypothesis
+@settings(max_examples=200)
+@given(
+    vector=st.lists(st.floats(-65504, 65504, width=16), min_size=16, max_size=16),
+    name=st.sampled_from([name for name in FORMATS if name != "fp16"]),
+)
+def test_rounding_twice_is_rounding_once(vector: list[float], name: str) -> None:
+    layout = layout_of(name, 16, "token")
+    key, all_tokens = torch.tensor(vector).view(1, 1, 16), torch.ones(1).bool()
+    once = round_tokens(layout, key, key, all_tokens)
+    again = round_tokens(layout, *once, all_tokens)
+    assert torch.equal(once[0], again[0])
+    assert torch.equal(once[1], again[1])

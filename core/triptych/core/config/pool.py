@@ -46,6 +46,12 @@ class PoolConfig:
     """Whether requests with a common cached prefix read the same pages during decode, stored once.
     If not, each request has its own copy, compressed by its own attention."""
 
+    repeatable_prompts: bool = True
+    """Whether a prompt gives the same tokens whether or not its beginning was cached: prefill reads
+    whole blocks of a prompt as the cache gives them back, and decode keeps them in the high format.
+    If not, the first answer is computed from exact keys and values and its prompt is compressed by
+    its own attention; a repeated prompt may then be answered differently."""
+
     keep_answers: Literal["always", "sessions", "never"] = "sessions"
     """Which answers are added to the prefix cache, so that the next turn of a conversation need not
     prefill them: all (``always``), those of requests with a ``session_id`` (``sessions``), or none

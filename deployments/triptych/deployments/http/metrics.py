@@ -189,7 +189,8 @@ class RequestTimer:
     ) -> None:
         self._metrics.open.dec(len(self._running))
         self._metrics.raw_bytes.inc(sum(r.raw_bytes for r in self._reports.values()))
-        self._metrics.stored_bytes.inc(sum(r.stored_bytes for r in self._reports.values()))
+        stored = sum(r.stored_bytes + r.shared_bytes for r in self._reports.values())
+        self._metrics.stored_bytes.inc(stored)
         reason = _rejection(error)
         if reason and not self._first:
             self._metrics.rejections.labels(reason).inc()

@@ -50,3 +50,12 @@ load_tokens = Op(
         "cuda": "triptych.kernels.codec.gpu:load_tokens",
     },
 )
+
+round_tokens = Op(
+    name="round_tokens",
+    spec=reference.round_tokens,
+    fast={
+        "cpu": "triptych.kernels.codec.cpu:round_tokens",
+        "cuda": "triptych.kernels.codec.gpu:round_tokens",
+    },
+)

@@ -7,7 +7,14 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from triptych.kernels.codec.vectors import PART_WORDS, decode, encode, part_of, recode
+from triptych.kernels.codec.vectors import (
+    PART_WORDS,
+    decode,
+    encode,
+    part_of,
+    recode,
+    round_vector,
+)
 from triptych.kernels.codegen.numba_runtime import fetch_add, kernel, pointer, run_team, team_body
 from triptych.kernels.floats import read_floats
 
@@ -53,6 +60,14 @@ TABLE, TABLE_STRIDE, WIDTH, TOKENS, LONGEST, OUT_KEY, OUT_VALUE, OUT_POSITIONS =
     LOAD_FORM + FORM_WORDS, LOAD_FORM + FORM_WORDS + 8
 )
 LOAD_WORDS = OUT_POSITIONS + 1
+
+# A job of ``round_tokens`` has no arena behind its first three words.
+ROUND_DIM, ROUND_KIND, ROUND_HEADS, ROUND_KEY, ROUND_VALUE, ROUND_STRIDES = range(3, 9)
+ROUND_QUANTIZED, ROUND_KEY_BITS, ROUND_KEY_GROUPS, ROUND_VALUE_BITS, ROUND_VALUE_GROUPS = range(
+    ROUND_STRIDES + 4, ROUND_STRIDES + 9
+)
+ROUND_OUT_KEY, ROUND_OUT_VALUE = range(ROUND_VALUE_GROUPS + 1, ROUND_VALUE_GROUPS + 3)
+ROUND_WORDS = ROUND_OUT_VALUE + 1
 
 CHUNK = 64
 """Items that a thread takes at a time."""
@@ -261,3 +276,34 @@ def load(address):
             decode(form.keys, page, row, codes, keys[item])
             decode(form.values, page, row, codes, values[item])
             positions[item] = _word(page + form.positions, row)[0]
+
+
+@team_body
+def round_trip(address):
+    job = carray(pointer(address), ROUND_WORDS, np.int64)
+    dim, heads, items = job[ROUND_DIM], job[ROUND_HEADS], job[ITEMS]
+    quantized = carray(pointer(job[ROUND_QUANTIZED]), items // heads, np.uint8)
+    keys = carray(pointer(job[ROUND_OUT_KEY]), (items, dim), np.float32)
+    values = carray(pointer(job[ROUND_OUT_VALUE]), (items, dim), np.float32)
+    codes, metadata = np.empty(dim, np.uint8), np.empty(2, np.uint16)
+    key_bits, key_groups = job[ROUND_KEY_BITS], job[ROUND_KEY_GROUPS]
+    value_bits, value_groups = job[ROUND_VALUE_BITS], job[ROUND_VALUE_GROUPS]
+    strides = job[ROUND_STRIDES : ROUND_STRIDES + 4]
+    while True:
+        start = fetch_add(address, CHUNK)
+        if start >= items:
+            break
+        for item in range(start, min(items, start + CHUNK)):
+            token, head = item // heads, item % heads
+            times = 2 if quantized[token] else 0
+            read_floats(
+                job[ROUND_KEY], job[ROUND_KIND], token * strides[0] + head * strides[1], keys[item]
+            )
+            round_vector(keys[item], codes, metadata, key_bits, key_groups, times)
+            read_floats(
+                job[ROUND_VALUE],
+                job[ROUND_KIND],
+                token * strides[2] + head * strides[3],
+                values[item],
+            )
+            round_vector(values[item], codes, metadata, value_bits, value_groups, times)

@@ -185,6 +185,39 @@ def load_tokens(
     return key, value, positions
 
 
+def round_tokens(
+    layout: PageLayout, key: Tensor, value: Tensor, quantized: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.round_tokens``."""
+    if key.dtype not in KINDS or value.dtype != key.dtype:
+        raise ConfigError(f"round_tokens: key {key.dtype}, value {value.dtype}: unsupported")
+    key, value, form = _dense(key), _dense(value), layout.format
+    quantized = quantized.to(torch.uint8).contiguous()
+    tokens, heads, dim = key.shape
+    out = torch.empty(tokens, heads, dim), torch.empty(tokens, heads, dim)
+    job = _packed(
+        0,
+        0,
+        tokens * heads,
+        dim,
+        KINDS[key.dtype],
+        heads,
+        key.data_ptr(),
+        value.data_ptr(),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        quantized.data_ptr(),
+        form.key_bits,
+        form.key_groups,
+        form.value_bits,
+        form.value_groups,
+        out[0].data_ptr(),
+        out[1].data_ptr(),
+    )
+    _run(job, codec_numba.round_trip.address, "round_tokens")
+    return out
+
+
 @cache
 def form_words(layout: PageLayout) -> tuple[int, ...]:
     """A layout as the words of ``codec_numba.Form``."""

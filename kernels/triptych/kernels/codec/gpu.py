@@ -2,11 +2,13 @@
 # The arguments of kernels have no types.
 """The codec ops on the GPU: same bytes as the reference, one program per block of slots."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import PageLayout
+from triptych.core.layout import FORMATS, PageLayout
 from triptych.kernels.codec.gpu_slots import (
     append_slots,
     load_slots,
@@ -138,6 +140,38 @@ def transcode(
     indices = (source_pages, source_rows, target_pages, target_rows)
     for launch in plan_transcode(arena, source_layout, target_layout, *indices):
         launch.run()
+
+
+def round_tokens(
+    layout: PageLayout, key: Tensor, value: Tensor, quantized: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.round_tokens``: a round trip through pages of its own, by the same kernels.
+
+    So the bits are those that pages give back, however the compiler contracts products and sums.
+    """
+    raw = replace(layout, format=FORMATS["fp16"])
+    tokens, heads, _ = key.shape
+    items = tokens * heads
+    every = torch.arange(items, dtype=torch.int32, device=key.device)
+    exact = every // raw.tokens, every % raw.tokens
+    first = raw.pages(items)
+    arena = torch.empty(
+        first + layout.pages(items), layout.page_bytes, dtype=torch.uint8, device=key.device
+    )
+    wanted = quantized.repeat_interleave(heads)
+    coarse = (first + every // layout.tokens).masked_fill(~wanted, -1), every % layout.tokens
+    shape = tokens, heads
+    store_tokens(arena, raw, key, value, exact[0].view(shape), exact[1].view(shape), every[:tokens])
+    for _ in range(2):
+        transcode(arena, raw, layout, *exact, *coarse)
+        transcode(arena, layout, raw, *coarse, *exact)
+    pages = torch.arange(first, dtype=torch.int32, device=key.device)[None]
+    count = torch.full((1,), items, dtype=torch.int32, device=key.device)
+    out = torch.empty(2, 1, items, layout.head_dim, device=key.device)
+    positions = torch.empty(1, items, dtype=torch.int32, device=key.device)
+    for launch in plan_load(arena, raw, pages, count, out[0], out[1], positions):
+        launch.run()
+    return out[0].view(key.shape), out[1].view(value.shape)
 
 
 def plan_transcode(

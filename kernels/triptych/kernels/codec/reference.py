@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from triptych.core.layout import PageLayout
-from triptych.kernels.codec.quantizer import Encoded, decode, encode, narrow, pack, unpack
+from triptych.kernels.codec.quantizer import (
+    FP16_MAX,
+    Encoded,
+    decode,
+    encode,
+    narrow,
+    pack,
+    unpack,
+)
 from triptych.kernels.pages import Section, segments
 
 Slots = tuple[Tensor, Tensor]
@@ -119,6 +127,34 @@ def move_tokens(
     read = _slots_of(source, slot, head, places[row, head, token])
     write = _slots_of(target, slot, head, target_places[row, head, token])
     transcode(arena, source.layout, target.layout, *read, *write)
+
+
+def round_tokens(
+    layout: PageLayout, key: Tensor, value: Tensor, quantized: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values as pages give them back: from 16 bits, or from the format of ``layout``.
+
+    Tokens are rounded to 16 bits. Those with ``quantized`` are then quantized and decoded to 16
+    bits, twice: the second time changes the scale of few vectors by one unit, a third time changes
+    nothing. So encoding the result and decoding it again gives the same bits.
+
+    Shapes:  key, value [T, KH, d]; quantized [T] -> key, value [T, KH, d]
+    Dtypes:  key, value float32 or bfloat16; quantized bool -> float32, numbers of float16
+    Promise: ``round_tokens`` of the result is the result
+    """
+    form = layout.format
+    return (
+        _rounded(key, form.key_bits, form.key_groups, quantized),
+        _rounded(value, form.value_bits, form.value_groups, quantized),
+    )
+
+
+def _rounded(vectors: Tensor, bits: int, groups: int, quantized: Tensor) -> Tensor:
+    exact = vectors.float().clamp(-FP16_MAX, FP16_MAX).half()
+    coarse = exact.flatten(0, 1)
+    for _ in range(2):
+        coarse = decode(encode(coarse, bits, groups)).clamp(-FP16_MAX, FP16_MAX).half()
+    return torch.where(quantized[:, None, None], coarse.view_as(exact), exact).float()
 
 
 def _slots_of(section: Section, slot: Tensor, head: Tensor, places: Tensor) -> Slots:

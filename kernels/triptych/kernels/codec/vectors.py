@@ -94,6 +94,27 @@ def recode(conversion, source, read_page, read_row, target, write_page, write_ro
 
 
 @inlined
+def round_vector(numbers, codes, metadata, bits, groups, times):
+    """Round a vector to float16 in place, then ``times`` times to what its codes decode to.
+
+    ``codes``, ``metadata``: scratch memory, one uint8 per channel and two uint16.
+    """
+    for channel in range(len(numbers)):
+        numbers[channel] = from_half(to_half(_saturate(numbers[channel])))
+    if bits == 16:
+        return
+    width = len(numbers) // groups
+    for _ in range(times):
+        for group in range(groups):
+            inside = slice(group * width, (group + 1) * width)
+            _quantize(numbers[inside], codes[inside], bits, metadata)
+            scale, zero = from_half(metadata[0]), from_half(metadata[1])
+            for channel in range(group * width, (group + 1) * width):
+                number = np.float32(codes[channel]) * scale + zero
+                numbers[channel] = from_half(to_half(_saturate(number)))
+
+
+@inlined
 def pack(codes, part, at):
     """Pack codes to bytes at address ``at``, ``part.byte_stride`` bytes apart."""
     count = len(codes) * part.bits // 8

@@ -23,8 +23,9 @@ SECTION_COLUMNS = 11
 
 SERIAL_PAGES = 64
 """Up to so many pages one thread reads all (15 us): waking a second thread takes longer."""
-RUNS_PER_THREAD = 4
-MIN_RUN_PAGES = 4
+RUN_PAGES = 8
+"""Most pages of a run. A constant, so that the output for a request does not depend on the other
+requests of the batch."""
 
 Job = namedtuple(
     "Job",
@@ -49,11 +50,9 @@ def attend(words, team, body, threads):
     pages = _count_pages(job)
     if pages.size and pages.min() < 0:
         return False
-    total = pages.sum()
-    if total <= SERIAL_PAGES:
+    if pages.sum() <= SERIAL_PAGES:
         threads = 1
-    longest = max(MIN_RUN_PAGES, -(-total // (threads * RUNS_PER_THREAD)))
-    runs = _cut(pages, longest if threads > 1 else max(total, 1))
+    runs = _cut(pages, RUN_PAGES)
     partial = np.empty((len(runs), job.group * (job.dim + 2)), np.float32)
     shared = np.zeros(2, np.int64)
     words[JOB_WORDS - 5] = runs.ctypes.data

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+ALWAYS_HIGH = 1e30
+"""Score of tokens that stay in the high format: far above all sums of attention, and finite."""
+
 
 def largest_sums(sums: Tensor, num_kv_heads: int) -> Tensor:
     """The largest column sum among the query heads of each KV head, the score stored in pages.
@@ -11,7 +14,8 @@ def largest_sums(sums: Tensor, num_kv_heads: int) -> Tensor:
     Dtypes:  float32
     Source:  DiffKV, significance of prompt tokens (maximum over the group)
     """
-    return sums.reshape(*sums.shape[:-2], num_kv_heads, -1, sums.shape[-1]).amax(-2)
+    *shape, heads, keys = sums.shape
+    return sums.reshape(*shape, num_kv_heads, heads // num_kv_heads, keys).amax(-2)
 
 
 def significance_of(sums: Tensor, tokens: int, num_kv_heads: int) -> Tensor:

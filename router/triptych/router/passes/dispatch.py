@@ -244,6 +244,7 @@ class Dispatch:
             tenant=request.tenant,
             token_s=entry.transfer.token_s,
             session=request.session,
+            prompt_tokens=request.known_prompt_tokens,
             cached_tokens=entry.transfer.hit_tokens,
         )
 

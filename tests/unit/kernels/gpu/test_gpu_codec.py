@@ -8,7 +8,14 @@ from torch import Tensor
 from tests.moves import random_moves
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
-from triptych.kernels import append_tokens, load_tokens, move_tokens, store_tokens, transcode
+from triptych.kernels import (
+    append_tokens,
+    load_tokens,
+    move_tokens,
+    round_tokens,
+    store_tokens,
+    transcode,
+)
 
 TOKENS, HEADS = 37, 2
 WAYS = [(64, "token", name) for name in FORMATS] + [
@@ -159,3 +166,17 @@ def test_keys_of_a_wrong_type_are_an_error(device: Any) -> None:
     inputs = device.take(arena, vectors, vectors, slot, slot, slot[0])
     with pytest.raises(ConfigError, match="unsupported"):
         store_tokens.on("cuda")(inputs[0], layout, *inputs[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "order", "name"), WAYS)
+def test_rounding_gives_the_bits_of_the_reference(
+    head_dim: int, order: KeyOrder, name: str, dtype: torch.dtype, device: Any
+) -> None:
+    layout = layout_of(name, head_dim, order)
+    key, value = awkward_vectors(head_dim, dtype), awkward_vectors(head_dim, dtype)
+    quantized = torch.rand(TOKENS) < 0.6
+    want = round_tokens.on("reference")(layout, key, value, quantized)
+    got = round_tokens.on("cuda")(layout, *device.take(key, value, quantized))
+    for mine, its in zip(got, want, strict=True):
+        assert torch.equal(mine.cpu(), its)

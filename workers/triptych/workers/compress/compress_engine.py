@@ -27,6 +27,7 @@ from triptych.core.messages import (
     Layers,
     Message,
     Planned,
+    Prefix,
     Send,
     Stage,
 )
@@ -162,7 +163,6 @@ class CompressEngine:
             return refused
         try:
             encoded = split_by_class(ids, groups)
-            self._publish(jobs)
             self._encode(groups, encoded)
             sends = self._hand_over(jobs, encoded)
         except Exception:
@@ -184,17 +184,11 @@ class CompressEngine:
         if not self.pool.is_lost:
             self.pool.free(ids)
 
-    def _publish(self, jobs: list[Job]) -> None:
-        """Publish prefixes while raw pages exist.
-
-        With a prefix cache, all layers arrive at once.
-        """
-        for job in jobs:
-            if self.prefixes is not None and job.prefix is not None:
-                judged = self.plan.policy.needs_significance
-                significance = self._significance(job.last.raw, job.tokens) if judged else None
-                pages = RawPages(self._memory, self.plan, job.last.raw, significance)
-                self.prefixes.publish(job.prefix, pages)
+    def _publish(self, prefixes: PrefixStore, prefix: Prefix, raw: Ids, tokens: int) -> None:
+        """Publish whole blocks of a prompt; with a prefix cache, all layers arrive at once."""
+        judged = self.plan.policy.needs_significance and not self.plan.rounds_prompts
+        significance = self._significance(raw, tokens) if judged else None
+        prefixes.publish(prefix, RawPages(self._memory, self.plan, raw, significance))
 
     # ---------------------------------------------------------------- plan
 
@@ -246,16 +240,32 @@ class CompressEngine:
         return refuse(request, StageLost("prefill") if isinstance(error, StaleHandle) else error)
 
     def _plan(self, job: Job, item: CompressItem, rows: int) -> None:
-        """Attach the raw pages, and count the pages that the request needs."""
+        """Attach the raw pages, and count the pages that the request needs.
+
+        Blocks of the prompt are published first, so that the request shares them with the cache.
+        """
         group = self._attach(item.handle, rows)
         job.groups.append(group)
-        job.prefix = item.prefix
+        fixed, rounded = NONE, 0
         if self.prefixes is not None and item.prefix is not None:
-            job.shared = self.prefixes.share(item.prefix, job.tokens)
+            self._publish(self.prefixes, item.prefix, group.raw, job.tokens)
+            rounded = self.plan.rounded_tokens(item.prefix.prompt_tokens).stop
+            fixed = self.plan.fixed_span(rounded or item.prefix.cached_tokens, job.tokens)
+            job.shared = self.prefixes.share(item.prefix, fixed)
+        if job.shared is None and not rounded:
+            fixed = NONE
         if self.plan.compresses:
-            group.classes = self._classes(
-                group, job.tokens, job.shared.span if job.shared else NONE
-            )
+            group.classes = self._classes(group, job.tokens, fixed, rounded)
+            if fixed and job.shared is None:
+                group.classes.append(self._fixed_class(rows, fixed))
+
+    def _fixed_class(self, rows: int, fixed: range) -> ClassPlan:
+        """Fixed pages of the request's own: blocks that the cache did not take."""
+        count, there = len(fixed), self.device.name
+        positions = torch.arange(fixed.start, fixed.stop, dtype=torch.int32, device=there)
+        places = torch.arange(count, dtype=torch.int32, device=there).expand(rows, count)
+        counts: Ids = np.full(rows, count, np.int32)
+        return ClassPlan(self.plan.high, positions, places, counts, is_fixed=True)
 
     def _attach(self, handle: KVHandle, rows: int) -> LayerGroup:
         _, ids = unpack_run(handle.runs[0], self.plan.raw, rows, self.pool.capacity_pages)
@@ -264,20 +274,26 @@ class CompressEngine:
         leaving = slice(sink, sink + self.plan.leaving_pages(handle.tokens))
         return LayerGroup(lease_ref, ids.reshape(rows, -1), leaving)
 
-    def _classes(self, group: LayerGroup, tokens: int, shared: range = NONE) -> list[ClassPlan]:
-        """Classify the tokens of the leaving pages, without those of a shared prefix.
+    def _classes(
+        self, group: LayerGroup, tokens: int, fixed: range = NONE, rounded: int = 0
+    ) -> list[ClassPlan]:
+        """Classify the tokens of the leaving pages, without those in fixed pages.
 
-        Counts are exact. The significance of shared tokens is computed too, since thresholds depend
-        on it; shared tokens are always high.
+        ``rounded``: first tokens, which are high whatever attention they receive, and on which no
+        threshold depends: another prompt may have computed them.
+
+        Counts are exact. The significance of shared tokens is computed too, if thresholds depend
+        on it.
         """
         policy, raw, leaving = self.plan.policy, group.raw, group.leaving
         rows, there = len(raw), self.device.name
         first, end = (edge * self.plan.raw.tokens for edge in (leaving.start, leaving.stop))
         every = np.arange(first, end, dtype=np.int32)
-        own = every[(every < shared.start) | (every >= shared.stop)]
+        own = every[(every < fixed.start) | (every >= fixed.stop)]
         if policy.needs_significance and first < end:
             significance = self._significance(raw, tokens)
-            high, low = self._limits(significance, slice(first, end), tokens)
+            judged = slice(max(0, first - rounded), max(0, end - rounded))
+            high, low = self._limits(significance[:, rounded:], judged, tokens)
             scores = significance[:, self.device.put(own).long()]
         else:
             scores = torch.zeros(rows, own.size, device=there)
@@ -287,6 +303,7 @@ class CompressEngine:
             torch.full((rows,), own.size, dtype=torch.int32, device=there),
             high,
             low,
+            first=int(np.count_nonzero(own < rounded)),
             window=int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
         )
         positions = self.device.put(own)
@@ -327,7 +344,7 @@ class CompressEngine:
         self.device.wait()
 
     def _encode_class(self, group: LayerGroup, plan: ClassPlan, ids: Ids) -> None:
-        """Encode the tokens of a class into its pages, given in row order."""
+        """Encode the tokens of a class, or of fixed blocks, into its pages, given in row order."""
         raw, put, rows = self.plan.raw, self.device.put, len(group.raw)
         full: Ids = np.full((rows, 1), group.raw.shape[1] * raw.tokens, np.int32)
         table = plan.table(ids)
@@ -343,18 +360,28 @@ class CompressEngine:
     def _hand_over(self, jobs: list[Job], encoded: list[list[Ids]]) -> list[Send]:
         """Hand new and kept pages over, and free the raw ones, in one call."""
         all_runs = [self._runs(job, last) for job, last in zip(jobs, encoded, strict=True)]
+        fixed_runs = [job.fixed_run(last) for job, last in zip(jobs, encoded, strict=True)]
+        parts = [
+            runs if fixed is None else [*runs, fixed]
+            for runs, fixed in zip(all_runs, fixed_runs, strict=True)
+        ]
         lease_refs = self.pool.handoff(
             [
-                (job.request, np.concatenate([*(ids for *_, ids in runs), *_fixed_pages(job)]))
-                for job, runs in zip(jobs, all_runs, strict=True)
+                (job.request, np.concatenate([ids for *_, ids in part]))
+                for job, part in zip(jobs, parts, strict=True)
             ],
             releases=[job.last.lease_ref.lease for job in jobs],
-            about=[_about(runs) for runs in all_runs],
+            about=[
+                _about(runs if job.shared else part)
+                for job, runs, part in zip(jobs, all_runs, parts, strict=True)
+            ],
             pins=[job.shared.pin if job.shared else None for job in jobs],
         )
         return [
-            self._compressed(job, runs, lease_ref)
-            for job, runs, lease_ref in zip(jobs, all_runs, lease_refs, strict=True)
+            self._compressed(job, runs, fixed, lease_ref)
+            for job, runs, fixed, lease_ref in zip(
+                jobs, all_runs, fixed_runs, lease_refs, strict=True
+            )
         ]
 
     def _runs(self, job: Job, last: list[Ids]) -> list[Run]:
@@ -364,16 +391,16 @@ class CompressEngine:
         tokens = np.full(self.plan.geometry.head_rows, job.tokens - left, np.int32)
         return [(self.plan.raw.format.name, tokens, job.kept), *job.runs(last)]
 
-    def _compressed(self, job: Job, runs: list[Run], lease_ref: LeaseRef) -> Send:
-        shared, job.shared = job.shared, None  # its pin belongs to the request now
+    def _compressed(
+        self, job: Job, runs: list[Run], fixed: Run | None, lease_ref: LeaseRef
+    ) -> Send:
+        job.shared = None  # its pin belongs to the request now
         report = CompressionReport(
             policy=self.plan.policy.name,
             raw_bytes=self.plan.raw_bytes(job.tokens),
             stored_bytes=job.total_pages * self.plan.page_bytes,
             shared_bytes=lease_ref.shared * self.plan.page_bytes,
         )
-        name = self.plan.high.format.name
-        fixed = (name, shared.counts, shared.pages.ravel()) if shared else None
         handle = make_handle(lease_ref, runs, job.tokens, fixed)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
 
@@ -386,8 +413,3 @@ def rows_of(handle: KVHandle) -> int:
 def _about(runs: list[Run]) -> About:
     """Pages by format, for the pool's statistics; it knows the tenant from the raw pages."""
     return About(formats=tuple((name, ids.size) for name, _, ids in runs))
-
-
-def _fixed_pages(job: Job) -> list[Ids]:
-    """Shared pages, which follow the request's own."""
-    return [job.shared.pages.ravel()] if job.shared else []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triptych.core.handles import LeaseRef
 from triptych.core.layout import PageLayout
-from triptych.core.messages import Layers, LayersEncoded, Prefix, Send
+from triptych.core.messages import Layers, LayersEncoded, Send
 from triptych.workers.kv.block_table import SectionTable
 from triptych.workers.kv.handle_codec import Run, pages_of
 from triptych.workers.kv.prefix_cache import SharedPrefix
@@ -30,6 +30,8 @@ class ClassPlan:
     class."""
     counts: Ids
     """Tokens of each head row."""
+    is_fixed: bool = False
+    """Whether its pages are never written again: whole blocks of a prompt."""
 
     @property
     def pages(self) -> Ids:
@@ -55,7 +57,8 @@ class LayerGroup:
     leaving: slice
     """Raw pages of a head row whose tokens are encoded."""
     classes: list[ClassPlan] = field(default_factory=list[ClassPlan])
-    """High, and low if the policy has it; empty if the policy keeps 16 bits."""
+    """High, low if the policy has it, and fixed if the request has fixed pages of its own; empty if
+    the policy keeps 16 bits."""
     encoded: list[Ids] = field(default_factory=list[Ids])
     """New pages of each class, in row order; empty before they are allocated."""
 
@@ -83,8 +86,6 @@ class Job:
     """Tokens of the sequence; 0 before its first layers arrive."""
     groups: list[LayerGroup] = field(default_factory=list[LayerGroup])
     """From the first layer on. All but the last are encoded when they arrive."""
-    prefix: Prefix | None = None
-    """Prefix to publish for later requests."""
     shared: SharedPrefix | None = None
     """Pages of a cached prefix that the request shares."""
 
@@ -125,7 +126,18 @@ class Job:
                 np.concatenate([encoded[index] for encoded in every]),
             )
             for index, plan in enumerate(self.last.classes)
+            if not plan.is_fixed
         ]
+
+    def fixed_run(self, last: Sequence[Ids]) -> Run | None:
+        """Fixed pages, shared or its own; None if there are none."""
+        if self.shared is not None:
+            name = self.last.classes[0].layout.format.name
+            return name, self.shared.counts, self.shared.pages.ravel()
+        for plan, ids in zip(self.last.classes, last, strict=True):
+            if plan.is_fixed:
+                return plan.layout.format.name, plan.counts, ids
+        return None
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Checkpoint:
         self.tables = [*self.raw_table.tables, *self.class_table.tables]
         self.fixed = (
             SectionTable(self.plan.high, arrays["fixed"], arrays["fixed_tokens"])
-            if self.plan.shares
+            if self.plan.has_fixed_pages
             else None
         )
 
@@ -393,7 +393,7 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
     entries = (*rows, plan.most_pages(context_tokens) + 1 if plan.compresses else 0)
     moving = (*rows, Retirement.width(plan.raw.tokens) if plan.compresses else 0)
     each = (slots,)
-    fixed = (*rows, plan.high.pages(context_tokens)) if plan.shares else ()
+    fixed = (*rows, plan.high.pages(context_tokens)) if plan.has_fixed_pages else ()
     shared: Fields = {"fixed": ("<i4", fixed), "fixed_tokens": ("<i4", rows)} if fixed else {}
     return {
         "fingerprint": ("S64", (1,)),

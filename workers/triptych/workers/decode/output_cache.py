@@ -81,7 +81,7 @@ class SlotTokenSource:
         if np.any(found < 0):
             return None
         sink = tables[0].pages[:, slot].reshape(rows, -1)[:, : plan.sink_pages]
-        fixed = len(tables) - 1 if plan.shares else -1
+        fixed = len(tables) - 1 if plan.has_fixed_pages else -1
         return cls(memory, plan, tables, sink.copy(), stored, first, *found, fixed=fixed)
 
     def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:

@@ -182,7 +182,7 @@ class Selector:
         known = tables[1:] if plan.compresses else tables
         rotated = plan.policy.kv_rotation.rotated
         self._summaries = [TableSummaries(kind, rotated, arena, memory, table) for table in known]
-        self._fixed = int(plan.shares)
+        self._fixed = int(plan.has_fixed_pages)
         """Number of summaries of read-only pages."""
         layers, slots, kv_heads, _ = tables[0].pages.shape
         most = sum(table.width for table in tables)

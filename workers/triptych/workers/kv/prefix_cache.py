@@ -193,15 +193,14 @@ class PrefixStore:
             self.pool.release_prefix(found.pin)
         return found.tokens
 
-    def share(self, prefix: Prefix, prompt_tokens: int) -> "SharedPrefix | None":
-        """Pin the part of a cached prefix that a prompt shares; None if there is none.
+    def share(self, prefix: Prefix, span: range) -> "SharedPrefix | None":
+        """Pin the part of a cached prefix that a sequence shares; None if there is none.
 
-        Blocks that were evicted since prefill are not shared.
+        ``span``: the tokens in fixed pages. Blocks that are not in the cache are not shared.
 
         Raises: PoolUnavailable, NotRegistered
         """
-        span = self.plan.shared_span(prefix.cached_tokens, prompt_tokens)
-        if not span:
+        if not span or not self.plan.shares:
             return None
         tokens = np.frombuffer(prefix.tokens, "<i4")[: span.stop]
         found = self.pool.pin_prefix(self.namespace(prefix.cache_salt), tokens)
@@ -398,4 +397,6 @@ def profile_of(plan: PagePlan, dtype: DType) -> str:
     )
     # Files of prefixes on disk carry this digest: it keeps the class name of earlier releases.
     text = repr(parts).replace("KVRotation(", "Basis(", 1)
+    if plan.rounds_prompts:
+        text += " rounded"
     return hashlib.sha256(text.encode()).hexdigest()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.pages import PagePlan
-from triptych.kernels import Past, prefill_attention, store_tokens
+from triptych.kernels import Past, prefill_attention, round_tokens, store_tokens
 from triptych.kvpool import Arena
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.prefill.prompt_batch import PrefillChunk
@@ -17,7 +17,13 @@ Ids = NDArray[np.int32]
 
 
 class ChunkAttention:
-    """Attention of one prefill step: stores new keys and values in raw pages, reads old ones."""
+    """Attention of one prefill step: stores new keys and values in raw pages, reads old ones.
+
+    Keys and values are rounded first, to what a later chunk will read: 16 bits, and in whole blocks
+    of a prompt what the prefix cache gives back. So an answer depends neither on where chunks begin
+    nor on what was cached. The attention that tokens of such blocks receive decides nothing, and is
+    added up only for the tokens behind them.
+    """
 
     def __init__(
         self,
@@ -31,7 +37,7 @@ class ChunkAttention:
     ) -> None:
         """All ``chunks`` have the same layers."""
         self._arena, self._memory, self._half = arena, memory, half
-        self._layout, self._pieces = plan.raw, chunks
+        self._layout, self._high, self._chunks = plan.raw, plan.high, chunks
         self._first_layer = chunks[0].layers.start
         put = memory.device.put
         self._positions = put(positions.astype(np.int32))
@@ -41,6 +47,11 @@ class ChunkAttention:
         self._pages = put(np.ascontiguousarray(np.concatenate(pages, axis=2).transpose(0, 2, 1)))
         rows = (self._positions % per_page)[:, None].expand(-1, plan.geometry.kv_heads)
         self._rows = rows.contiguous()
+        self._rounded = put(_is_rounded(chunks))
+        self._is_scored = any(
+            chunk.prompt.attention is not None and chunk.end > chunk.prompt.rounded.stop
+            for chunk in chunks
+        )
         self._past = _tables_of_past(plan, chunks)
         self._past_on_device = None if self._past is None else tuple(map(put, self._past))
 
@@ -57,6 +68,8 @@ class ChunkAttention:
     ) -> Tensor:
         """Shapes: query (T, H, D); key, value (T, KH, D) -> (T, H, D)"""
         memory, layer = self._memory.near, layer - self._first_layer
+        dtype, query = query.dtype, query.float()
+        key, value = round_tokens(self._high, key, value, self._rounded)
         store_tokens(
             memory, self._layout, key, value, self._pages[layer], self._rows, self._positions
         )
@@ -68,8 +81,7 @@ class ChunkAttention:
         given = (query, key, value)
         if self._half:
             given = (query.half(), key.half(), value.half())
-        wanted = self._pieces[0].prompt.attention is not None
-        sums = self._empty_sums(query.shape[1]) if wanted else None
+        sums = self._empty_sums(query.shape[1]) if self._is_scored else None
         mixed = prefill_attention(
             *given,
             self._offsets,
@@ -81,17 +93,28 @@ class ChunkAttention:
         )
         if sums is not None:
             self._add_to_prompts(layer, sums)
-        return mixed.to(query.dtype)
+        return mixed.to(dtype)
 
     def _empty_sums(self, heads: int) -> Tensor:
-        longest = max(chunk.start + chunk.tokens for chunk in self._pieces)
-        return torch.zeros(len(self._pieces), heads, longest, device=self._memory.device.name)
+        longest = max(chunk.end for chunk in self._chunks)
+        return torch.zeros(len(self._chunks), heads, longest, device=self._memory.device.name)
 
     def _add_to_prompts(self, layer: int, sums: Tensor) -> None:
-        for chunk, part in zip(self._pieces, sums, strict=True):
-            end = chunk.start + chunk.tokens
-            if chunk.prompt.attention is not None:
-                chunk.prompt.attention[layer, :, :end] += part[:, :end]
+        for chunk, received in zip(self._chunks, sums, strict=True):
+            first, end = chunk.prompt.rounded.stop, chunk.end
+            if chunk.prompt.attention is not None and first < end:
+                chunk.prompt.attention[layer, :, : end - first] += received[:, first:end]
+
+
+def _is_rounded(chunks: list[PrefillChunk]) -> NDArray[np.bool_]:
+    """Whether each token of a step is rounded."""
+    return np.concatenate(
+        [
+            (chunk.positions >= chunk.prompt.rounded.start)
+            & (chunk.positions < chunk.prompt.rounded.stop)
+            for chunk in chunks
+        ]
+    )
 
 
 def _tables_of_past(plan: PagePlan, chunks: list[PrefillChunk]) -> tuple[Ids, Ids] | None:

@@ -27,7 +27,7 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.core.pages import PagePlan
-from triptych.kernels import largest_sums
+from triptych.kernels import ALWAYS_HIGH, largest_sums
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.device import CPU, Device
@@ -175,7 +175,10 @@ class PrefillEngine:
 
     def _prompt(self, pending: PendingRequest) -> Prompt:
         request = pending.request
-        prompt = Prompt(request, pending.due, NO_PAGES, layerwise=pending.layerwise)
+        rounded = self.plan.rounded_tokens(request.known_prompt_tokens)
+        prompt = Prompt(
+            request, pending.due, NO_PAGES, rounded=rounded, layerwise=pending.layerwise
+        )
         if prompt.layerwise is not None:
             return prompt
         self._allocate(prompt, self.plan.geometry.layers)
@@ -189,7 +192,9 @@ class PrefillEngine:
         """Copy cached prefix pages; at least the last token is left to compute."""
         request = prompt.request
         try:
-            prompt.read = prompt.cached = prefixes.load(request, prompt.pages, prompt.attention)
+            # Attention to cached tokens decides nothing where these are always high.
+            attention = None if self.plan.rounds_prompts else prompt.attention
+            prompt.read = prompt.cached = prefixes.load(request, prompt.pages, attention)
         except TriptychError:
             if not self.pool.is_lost:
                 self.pool.free(prompt.pages.ravel())
@@ -202,7 +207,7 @@ class PrefillEngine:
         ids = self.pool.allocate(layers * kv_heads * per_row)
         prompt.pages = ids.reshape(layers, kv_heads, per_row)
         if self.plan.policy.needs_significance:
-            shape = (layers, self.runner.num_heads, tokens)
+            shape = (layers, self.runner.num_heads, tokens - prompt.rounded.stop)
             prompt.attention = torch.zeros(shape, device=self.device.name)
 
     def _drop(self, prompt: Prompt) -> None:
@@ -316,6 +321,7 @@ class PrefillEngine:
             return
         geometry, per_page = self.plan.geometry, self.plan.raw.tokens
         sums = largest_sums(prompt.attention, geometry.kv_heads)
+        sums = F.pad(sums, (prompt.rounded.stop, 0), value=ALWAYS_HIGH)
         padded = F.pad(sums, (0, -prompt.request.known_tokens % per_page))
         ids = self.device.put(prompt.pages).long().flatten()
         segments(self._memory.near, self.plan.raw).scores[ids] = padded.reshape(-1, per_page)

@@ -44,8 +44,11 @@ class Prompt:
     """Raw pages, [layers, kv_heads, pages of a head row]: of all layers, or of one part."""
     read: int = 0
     """Tokens computed in all layers."""
+    rounded: range = range(0)
+    """Positions of the tokens that are rounded as the prefix cache stores them."""
     attention: Tensor | None = None
-    """Attention that each token received so far, [layers, heads, tokens]; None: not needed."""
+    """Attention that each token behind the rounded ones received so far, [layers, heads, tokens];
+    None: not needed."""
     cached: int = 0
     """Tokens from the prefix cache."""
     scores: PromptLogprobRows | None = None
@@ -92,8 +95,12 @@ class PrefillChunk:
     """Whether ``layers`` includes the last layer."""
 
     @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+    @property
     def ends_prompt(self) -> bool:
-        return self.has_last_layer and self.start + self.tokens == self.prompt.request.known_tokens
+        return self.has_last_layer and self.end == self.prompt.request.known_tokens
 
     @property
     def logits_at(self) -> range:

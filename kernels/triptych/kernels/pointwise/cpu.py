@@ -56,6 +56,14 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -
     return out
 
 
+def add_norm(
+    hidden: Tensor, delta: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.add_norm``."""
+    total = hidden + delta
+    return total, rms_norm(total, weight, epsilon, dtype)
+
+
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See ``reference.rotate``."""
     expected = len(heads), heads.shape[2] // 2

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.interpreter import round_to_nearest
 from triptych.kernels import OPS
 from triptych.kernels.triton import launch
 from triptych.kernels.triton.launch import Launch
@@ -225,6 +226,7 @@ class FarDevice(Device):
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> Device:
     """The device, with the kernels of a GPU in Triton's interpreter."""
+    round_to_nearest()
     for op in OPS.values():
         monkeypatch.setitem(op.loaded, "far", op.on("cuda"))
     monkeypatch.setattr(launch, "DEFAULT_PROCESSORS", 1)  # each program takes milliseconds here

@@ -21,7 +21,7 @@ def check(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     assert found.dtype == dtype
     assert found.shape == exact.shape
     assert found.is_contiguous()
-    near = (torch.finfo(dtype).eps + 4e-6) * exact.abs() + 4e-6
+    near = (torch.finfo(dtype).eps / 2 + 4e-6) * exact.abs() + 4e-6
     assert bool(((found.cpu().double() - exact).abs() <= near).all())
 
 

@@ -192,7 +192,7 @@ class FarDevice(Device):
         _asked.append(PUT)
         _inner(target).copy_(torch.from_numpy(numbers))
 
-    def capture(self, work: Callable[[], Tensor]) -> Captured:
+    def capture(self, work: Callable[[], Tensor], pool: object) -> Captured:
         """Runs the work too, but what it computes is overwritten."""
         global _captured
         _captured = graph = list[Callable[[], Any]]()

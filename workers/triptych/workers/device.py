@@ -54,7 +54,11 @@ class Device:
         """Copy an array into a tensor of the same shape and type on the device."""
         target.copy_(torch.from_numpy(numbers))
 
-    def capture(self, work: Callable[[], Tensor]) -> Captured:
+    def graph_pool(self) -> object:
+        """Memory that several graphs share, which replay one after another."""
+        return None
+
+    def capture(self, work: Callable[[], Tensor], pool: object) -> Captured:
         """Capture work as a graph, without running it.
 
         The work must have run once with the same shapes. It only queues kernels: it puts nothing
@@ -89,8 +93,6 @@ class Gpu(Device):
 
     def __init__(self) -> None:
         self._mapped = weakref.WeakValueDictionary[int, _Mapped]()
-        self._graph_pool: Any = None
-        """Memory of all graphs: they replay one after another, so they can share it."""
 
     def share(self, memory: Bytes) -> Tensor:
         """A tensor over host memory, which stays mapped for the GPU while a tensor uses it.
@@ -109,12 +111,13 @@ class Gpu(Device):
     def put_into(self, target: Tensor, numbers: Numbers) -> None:
         target.copy_(_pinned(numbers), non_blocking=True)
 
-    def capture(self, work: Callable[[], Tensor]) -> Captured:
-        if self._graph_pool is None:
-            self._graph_pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+    def graph_pool(self) -> object:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Tensor], pool: object) -> Captured:
+        graph, memory = torch.cuda.CUDAGraph(), cast(Any, pool)
         # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             output = work()
         return Captured(graph.replay, output)
 

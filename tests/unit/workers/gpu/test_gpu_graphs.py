@@ -2,8 +2,10 @@
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,9 +54,9 @@ def counted(device: Device) -> Iterator[dict[str, int]]:
     seen = {"captures": 0, "replays": 0, "steps": 0}
     capture, forward = type(device).capture, DecodeEngine._forward
 
-    def capturing(self: Device, work: Callable[[], Tensor]) -> Captured:
+    def capturing(self: Device, work: Callable[[], Tensor], pool: object) -> Captured:
         seen["captures"] += 1
-        captured = capture(self, work)
+        captured = capture(self, work, pool)
 
         def replay() -> None:
             seen["replays"] += 1
@@ -111,7 +113,7 @@ def test_steps_run_without_graphs_where_a_capture_fails(
 ) -> None:
     tried = list[int]()
 
-    def refuse(self: Device, work: Callable[[], Tensor]) -> Captured:
+    def refuse(self: Device, work: Callable[[], Tensor], pool: object) -> Captured:
         tried.append(1)
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -147,6 +149,39 @@ def test_a_step_is_a_handful_of_calls(tiny_model: Path, quick_device: Device) ->
     assert usual.count(PUT) == 3  # slots, token counts, inputs of the graph
     assert usual.count(WAIT) == 2  # the largest logit of each row, and its token
     assert len(usual) <= 12, usual
+
+
+@ONLY_FAKE
+def test_a_layer_is_fourteen_launches(
+    tiny_model: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of Triton and matrix products in one captured step; attention is two of them."""
+    seen, capture = list[Counter[str]](), type(device).capture
+    asked: list[str] = device.asked  # type: ignore[attr-defined]
+
+    def counting(self: Device, work: Callable[[], Tensor], pool: object) -> Captured:
+        start = len(asked)
+        captured = capture(self, work, pool)
+        seen.append(Counter(asked[start:]))
+        return captured
+
+    monkeypatch.setattr(type(device), "capture", counting)
+    few = replace(GREEDY, max_tokens=2)
+    with LocalServer(config("uniform:k8v4"), tiny_model, device=device) as server:
+        server.complete([server.request([5, 6, 7], few)])
+    of_layer = {
+        "norm_rows": 2, "rotate_pairs": 1, "rotate_all": 1, "append_slots": 2,
+        "attend_sections": 1, "merge_runs": 1, "rotate_outputs": 1, "gate_rows": 1,
+        "aten.mm.default": 4,
+    }  # fmt: skip
+    layers = 2
+    around = {"norm_rows": 1, "aten.mm.default": 1}  # the norm before the head, and the head
+    step = {name: layers * count + around.get(name, 0) for name, count in of_layer.items()}
+    views = ("view", "slice", "select", "detach", "t.default", "transpose", "alias", "empty")
+    launches = {name: count for name, count in seen[0].items() if not any(v in name for v in views)}
+    assert {name: launches.get(name, 0) for name in step} == step
+    # Embedding, angles of RoPE, the last sum, and the rows of the head.
+    assert sum(launches.values()) - sum(step.values()) <= 12, launches
 
 
 def test_batches_are_filled_up_by_less_than_a_half_or_eight_rows() -> None:

@@ -61,6 +61,7 @@ class StepGraphs:
         self._sizes: Sequence[int] = batch_sizes(max_requests)
         self._every = self._device.put(np.arange(max_requests))
         self._graphs = dict[int, _StepGraph]()
+        self._pool = self._device.graph_pool()
         self._failed = False
         """Whether a capture failed; no other one is tried."""
 
@@ -114,7 +115,7 @@ class StepGraphs:
 
         step()  # compiles kernels; no row has a slot, so it changes nothing
         try:
-            return _StepGraph(self._device.capture(step), inputs)
+            return _StepGraph(self._device.capture(step, self._pool), inputs)
         except RuntimeError as error:
             self._failed = True
             logger.warning(

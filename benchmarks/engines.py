@@ -101,7 +101,10 @@ def profiled(batch: int) -> Generator[None]:
     table = profiler.key_averages().table(
         sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60
     )
-    console.print(f"{PROFILED_STEPS} steps of {batch} requests", table, sep="\n", soft_wrap=True)
+    title = (
+        f"{PROFILED_STEPS} steps of {batch} requests, {1e3 * median(seen[WARM_UP_STEPS:]):.2f} ms"
+    )
+    console.print(title, table, sep="\n", soft_wrap=True, markup=False, highlight=False)
 
 
 def save_model(path: Path, layers: int, hidden: int, heads: int, kv_heads: int) -> Path:

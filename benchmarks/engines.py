@@ -3,7 +3,8 @@
     python benchmarks/engines.py --gpu --batch 1,8,32 --prompt 2048 --json FILE
 
 The model has the shape of Llama and random weights, so nothing is downloaded. Prompts are random
-tokens. All prompts of a batch are prefilled before decode is timed.
+tokens. All prompts of a batch are prefilled before decode is timed. ``--graphs on,off`` times steps
+as captured graphs and kernel by kernel; ``--profile`` shows what the device does in some steps.
 """
 
 import argparse
@@ -11,8 +12,9 @@ import random
 import tempfile
 import time
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,11 +30,13 @@ from triptych.core.messages import Sampling, Send
 from triptych.core.pages import PagePlan
 from triptych.loadgen.report.host import host_info
 from triptych.workers.decode.decode_engine import DecodeEngine
+from triptych.workers.device import Gpu
 from triptych.workers.local import LocalServer
 from triptych.workers.models.facts import describe
 from triptych.workers.prefill.prefill_engine import PrefillEngine
 
 WARM_UP_STEPS = 4
+PROFILED_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,12 @@ class Row:
 
     how: str
     batch: int
+    graphs: bool
+    """Whether decode steps are captured as graphs."""
     step_ms: float
     """Median of decode steps with the whole batch."""
+    fastest_ms: float
+    slowest_ms: float
     decode_tokens_per_s: float
     prefill_tokens_per_s: float
     kv_bytes_per_token: float
@@ -66,6 +74,37 @@ def timing(engine: type[DecodeEngine | PrefillEngine]) -> Generator[Steps]:
 
     with patch.object(engine, "step", timed):
         yield steps
+
+
+@contextmanager
+def profiled(batch: int) -> Generator[None]:
+    """Show what the host and the device do in some decode steps with the whole batch."""
+    step, seen = DecodeEngine.step, list[float]()
+    profiler = torch.profiler.profile()
+
+    def watched(one: DecodeEngine) -> Iterable[Send]:
+        is_whole = len(one.requests()) == batch
+        if is_whole and len(seen) == WARM_UP_STEPS:
+            profiler.start()
+        begun = time.perf_counter()
+        sends = list(step(one))
+        if is_whole:
+            seen.append(time.perf_counter() - begun)
+            if len(seen) == WARM_UP_STEPS + PROFILED_STEPS:
+                profiler.stop()
+        return sends
+
+    with patch.object(DecodeEngine, "step", watched):
+        yield
+    if len(seen) < WARM_UP_STEPS + PROFILED_STEPS:
+        raise SystemExit("--answer: too few steps to profile: ask for longer answers")
+    table = profiler.key_averages().table(
+        sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=60
+    )
+    title = (
+        f"{PROFILED_STEPS} steps of {batch} requests, {1e3 * median(seen[WARM_UP_STEPS:]):.2f} ms"
+    )
+    console.print(title, table, sep="\n", soft_wrap=True, markup=False, highlight=False)
 
 
 def save_model(path: Path, layers: int, hidden: int, heads: int, kv_heads: int) -> Path:
@@ -99,7 +138,9 @@ def prompts_of(batch: int, tokens: int) -> list[list[int]]:
     return [[draw.randrange(2, 258) for _ in range(tokens)] for _ in range(batch)]
 
 
-def measure(path: Path, policy: str, batch: int, prompt: int, answer: int, *, gpu: bool) -> Row:
+def measure(
+    path: Path, policy: str, batch: int, prompt: int, answer: int, *, gpu: bool, graphs: bool
+) -> Row:
     """The three engines."""
     settings: dict[str, object] = {
         "model": {"name": str(path), "max_model_len": prompt + answer},
@@ -133,7 +174,10 @@ def measure(path: Path, policy: str, batch: int, prompt: int, answer: int, *, gp
     return Row(
         how=policy,
         batch=batch,
+        graphs=graphs and gpu,
         step_ms=step * 1e3,
+        fastest_ms=min(whole) * 1e3,
+        slowest_ms=max(whole) * 1e3,
         decode_tokens_per_s=batch / step,
         prefill_tokens_per_s=batch * prompt / sum(seconds for _, seconds in prefill),
         kv_bytes_per_token=sum(stored) / batch / prompt,
@@ -154,12 +198,16 @@ def measure_transformers(path: Path, batch: int, prompt: int, answer: int, *, gp
             tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
             tokens.tolist()  # waits for the device
             took.append(time.perf_counter() - begun)
-    step, config = median(took[1 + WARM_UP_STEPS :]), model.config
+    whole, config = took[1 + WARM_UP_STEPS :], model.config
+    step = median(whole)
     head_bytes = config.hidden_size // config.num_attention_heads * 4
     return Row(
         how="transformers",
         batch=batch,
+        graphs=False,
         step_ms=step * 1e3,
+        fastest_ms=min(whole) * 1e3,
+        slowest_ms=max(whole) * 1e3,
         decode_tokens_per_s=batch / step,
         prefill_tokens_per_s=batch * prompt / took[0],
         kv_bytes_per_token=config.num_hidden_layers * config.num_key_value_heads * head_bytes,
@@ -169,15 +217,23 @@ def measure_transformers(path: Path, batch: int, prompt: int, answer: int, *, gp
 def rows(asked: argparse.Namespace, path: Path) -> Iterator[Row]:
     for batch in map(int, asked.batch.split(",")):
         sizes = batch, asked.prompt, asked.answer
-        yield measure_transformers(path, *sizes, gpu=asked.gpu)
-        for policy in asked.policies.split(","):
-            yield measure(path, policy, *sizes, gpu=asked.gpu)
+        if not asked.only_ours:
+            yield measure_transformers(path, *sizes, gpu=asked.gpu)
+        for policy, graphs in product(asked.policies.split(","), asked.graphs.split(",")):
+            with ExitStack() as stack:
+                stack.enter_context(patch.object(Gpu, "can_capture", graphs == "on"))
+                if asked.profile:
+                    stack.enter_context(profiled(batch))
+                yield measure(path, policy, *sizes, gpu=asked.gpu, graphs=graphs == "on")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time whole steps of the engines.")
     parser.add_argument("--gpu", action="store_true", help="compute on the GPU")
     parser.add_argument("--batch", default="1,8,32")
+    parser.add_argument("--graphs", default="on", help="on, off, or both with a comma between")
+    parser.add_argument("--profile", action="store_true", help="show some steps; slows them down")
+    parser.add_argument("--only-ours", action="store_true", help="without transformers")
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--answer", type=int, default=200)
     parser.add_argument("--policies", default="uniform:fp16,uniform:k8v4,uniform:k4v2")
@@ -197,8 +253,23 @@ def main() -> None:
         for row in rows(asked, path):
             found.append(row)
             console.print(f"{row.how}, {row.batch} at once: {row.step_ms:.2f} ms a step")
-    columns = ["how", "at once", "ms a step", "tokens/s", "prompt tokens/s", "KV bytes a token"]
+            save(asked, shape, found)
+    columns = [
+        "how",
+        "at once",
+        "graphs",
+        "ms a step",
+        "fastest",
+        "slowest",
+        "tokens/s",
+        "prompt tokens/s",
+        "KV bytes a token",
+    ]
     console.print(make_table(columns, map(cells, found), "Whole steps"))
+
+
+def save(asked: argparse.Namespace, shape: dict[str, int], found: list[Row]) -> None:
+    """Write the rows so far, so that a run that is cut short has them."""
     if asked.json:
         device = torch.cuda.get_device_name() if asked.gpu else "cpu"
         load = {"prompt": asked.prompt, "answer": asked.answer, "model": shape}
@@ -210,7 +281,10 @@ def cells(row: Row) -> list[str]:
     return [
         row.how,
         str(row.batch),
+        "yes" if row.graphs else "no",
         f"{row.step_ms:.2f}",
+        f"{row.fastest_ms:.2f}",
+        f"{row.slowest_ms:.2f}",
         f"{row.decode_tokens_per_s:,.0f}",
         f"{row.prefill_tokens_per_s:,.0f}",
         f"{row.kv_bytes_per_token:,.0f}",

@@ -5,10 +5,11 @@
 What a GPU would refuse is refused here: operations on tensors of two devices, and numpy on what is
 not on the CPU. Numbers are real, so whole engines run, and kernels run in Triton's interpreter. It
 takes the place of a GPU in a process of its own. All is done at once, but it knows what a GPU might
-not have done yet: ``FarDevice.pending``.
+not have done yet: ``FarDevice.pending``. A graph is a list of what was asked while it was captured:
+a replay does the same with the same memory, and puts and waits are refused in a capture.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,15 +20,53 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.interpreter import round_to_nearest
 from triptych.kernels import OPS
 from triptych.kernels.triton import launch
 from triptych.kernels.triton.launch import Launch
-from triptych.workers.device import Bytes, Device, Numbers
+from triptych.workers.device import Bytes, Captured, Device, Numbers
 
 _setup_privateuseone_for_python_backend("far")
 
 _queue: list[str] = []
 """What was asked since the host waited last."""
+_asked: list[str] = []
+"""All that was asked: kernels, ``PUT``, ``WAIT``, ``REPLAY``."""
+_captured: list[Callable[[], Any]] | None = None
+"""What a graph that is being captured will do; None: no graph is."""
+
+PUT, WAIT, REPLAY = "put", "wait", "replay"
+
+
+def _ask(name: str) -> None:
+    _queue.append(name)
+    _asked.append(name)
+
+
+def _wait() -> None:
+    _refuse_in_graph(WAIT)
+    _queue.clear()
+    _asked.append(WAIT)
+
+
+def _refuse_in_graph(name: str) -> None:
+    if _captured is not None:
+        raise RuntimeError(f"{name}: refused while a graph is captured")
+
+
+def _keep_in_graph(work: Callable[[], Any], found: Any) -> None:
+    """Do the work in each replay, and write what it returns where the capture has it."""
+    if _captured is None:
+        return
+    kept = [_inner(leaf) for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+    def again() -> None:
+        new = [_inner(leaf) for leaf in tree_leaves(work()) if isinstance(leaf, Tensor)]
+        for mine, its in zip(kept, new, strict=True):
+            if mine.data_ptr() != its.data_ptr():
+                mine.copy_(its)
+
+    _captured.append(again)
 
 
 class FarTensor(Tensor):
@@ -49,7 +88,7 @@ class FarTensor(Tensor):
         return made
 
     def tolist(self) -> Any:
-        _queue.clear()
+        _wait()
         return self.inner.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -68,11 +107,15 @@ class FarTensor(Tensor):
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do on the host what was asked of far, unless a device would refuse."""
-    _queue.append(str(func))
+    _ask(str(func))
     if func is torch.ops.aten._local_scalar_dense.default:
-        _queue.clear()  # numbers for the host, which waits
+        _wait()  # numbers for the host
     if func is torch.ops.aten.copy_.default:
-        _inner(args[0]).copy_(_inner(args[1]))
+        target, source = _inner(args[0]), _inner(args[1])
+        if not isinstance(args[1], FarTensor) and args[1].dim():
+            _refuse_in_graph(PUT)
+        target.copy_(source)
+        _keep_in_graph(lambda: target.copy_(source), target)
         return args[0]
     inner_args, inner_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
     if func is torch.ops.aten._to_copy.default:
@@ -80,14 +123,20 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         copy = func(*inner_args, **inner_kwargs)
         is_near = wanted is not None and torch.device(wanted).type == "cpu"
         if is_near:
-            _queue.clear()
-        return copy if is_near else FarTensor(copy)
+            _wait()
+            return copy
+        if not isinstance(args[0], FarTensor):
+            _refuse_in_graph(PUT)
+        _keep_in_graph(lambda: func(*inner_args, **inner_kwargs), copy)
+        return FarTensor(copy)
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and not isinstance(leaf, FarTensor) and leaf.dim():
             raise RuntimeError(f"{func}: tensors of far and of {leaf.device}")
     if inner_kwargs.get("device") is not None:
         inner_kwargs["device"] = torch.device("cpu")
-    return tree_map(_outer, func(*inner_args, **inner_kwargs))
+    found = func(*inner_args, **inner_kwargs)
+    _keep_in_graph(lambda: func(*inner_args, **inner_kwargs), found)
+    return tree_map(_outer, found)
 
 
 def _there(index: Any) -> Any:
@@ -121,6 +170,7 @@ class FarDevice(Device):
 
     name = torch.device("far")
     is_host = False
+    can_capture = True
 
     def __init__(self, free_bytes: int = 1 << 30) -> None:
         self._free_bytes = free_bytes
@@ -133,20 +183,50 @@ class FarDevice(Device):
         return FarTensor(torch.from_numpy(memory))
 
     def put(self, numbers: Numbers) -> Tensor:
+        _refuse_in_graph(PUT)
+        _asked.append(PUT)
         return FarTensor(torch.from_numpy(numbers).clone())
+
+    def put_into(self, target: Tensor, numbers: Numbers) -> None:
+        _refuse_in_graph(PUT)
+        _asked.append(PUT)
+        _inner(target).copy_(torch.from_numpy(numbers))
+
+    def capture(self, work: Callable[[], Tensor], pool: object) -> Captured:
+        """Runs the work too, but what it computes is overwritten."""
+        global _captured
+        _captured = graph = list[Callable[[], Any]]()
+        try:
+            output = work()
+        finally:
+            _captured = None
+        _inner(output).fill_(torch.nan)
+
+        def replay() -> None:
+            _ask(REPLAY)
+            for again in graph:
+                again()
+
+        return Captured(replay, output)
 
     @property
     def pending(self) -> list[str]:
         """What a GPU may still be at."""
         return list(_queue)
 
+    @property
+    def asked(self) -> list[str]:
+        """All that was asked so far, in order; what a graph does is one ``REPLAY``."""
+        return _asked
+
     def wait(self) -> None:
-        _queue.clear()
+        _wait()
 
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> Device:
     """The device, with the kernels of a GPU in Triton's interpreter."""
+    round_to_nearest()
     for op in OPS.values():
         monkeypatch.setitem(op.loaded, "far", op.on("cuda"))
     monkeypatch.setattr(launch, "DEFAULT_PROCESSORS", 1)  # each program takes milliseconds here
@@ -154,8 +234,10 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     def run_inner(one: Launch) -> None:
         _check_all_far(one.name, tree_leaves(one.arguments))
-        _queue.append(one.name)
-        run(replace(one, arguments=tree_map(_inner, one.arguments)))
+        _ask(one.name)
+        inner = replace(one, arguments=tree_map(_inner, one.arguments))
+        run(inner)
+        _keep_in_graph(partial(run, inner), None)
 
     monkeypatch.setattr(Launch, "run", run_inner)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # has no place for subclasses
@@ -174,9 +256,30 @@ def quick_far() -> Iterator[Device]:
 
 def _run_near(name: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:
     _check_all_far(name, tree_leaves((args, kwargs)))
-    _queue.append(name)
-    found = kernel(*map(_unwrapped, args), **{at: _unwrapped(kwargs[at]) for at in kwargs})
+    _ask(name)
+    work = partial(
+        _with_slots_only, name, kernel, [*map(_unwrapped, args)],
+        {at: _unwrapped(kwargs[at]) for at in kwargs},
+    )  # fmt: skip
+    found = work()
+    _keep_in_graph(work, found)
     return tree_map(_outer, found)
+
+
+def _with_slots_only(name: str, kernel: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a kernel of the CPU, which refuses rows without a slot; a GPU's skip them or give NaN."""
+    if name == "append_tokens":
+        arena, section, *rows = args
+        live = rows[2] >= 0
+        return kernel(arena, section, *(row[live] for row in rows)) if live.any() else None
+    if name == "decode_attention" and not (live := args[3] >= 0).all():
+        query, arena, sections, slots = args
+        out = torch.full_like(query, torch.nan, dtype=torch.float32)
+        if live.any():
+            kept = {at: item[live] if at == "positions" else item for at, item in kwargs.items()}
+            out[live] = kernel(query[live], arena, sections, slots[live], **kept)
+        return out
+    return kernel(*args, **kwargs)
 
 
 def _check_all_far(name: str, values: Iterable[Any]) -> None:

@@ -20,7 +20,14 @@ from triptych.kernels.decode import decode_attention, score_tokens
 from triptych.kernels.op import Op, observe_ops
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
-from triptych.kernels.pointwise import gate, rms_norm, rotate
+from triptych.kernels.pointwise import (
+    add_norm,
+    gate,
+    rms_norm,
+    rotate,
+    rotate_back,
+    rotate_kv,
+)
 from triptych.kernels.prefill import (
     ALWAYS_HIGH,
     largest_sums,
@@ -40,6 +47,7 @@ __all__ = [
     "Rule",
     "Section",
     "Summaries",
+    "add_norm",
     "append_tokens",
     "decode_attention",
     "gate",
@@ -53,6 +61,8 @@ __all__ = [
     "prefill_attention",
     "rms_norm",
     "rotate",
+    "rotate_back",
+    "rotate_kv",
     "round_tokens",
     "score_tokens",
     "select_pages",
@@ -79,7 +89,10 @@ OPS: dict[str, Op[..., Any]] = {
         summarize_pages,
         select_pages,
         rms_norm,
+        add_norm,
         rotate,
+        rotate_kv,
+        rotate_back,
         gate,
     )
 }

@@ -3,6 +3,8 @@
 """The device of a stage, and its access to memory shared with other processes."""
 
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -18,6 +20,18 @@ Numbers = NDArray[Any]
 
 _PORTABLE, _MAPPED = 1, 2
 """``cudaHostRegisterPortable``, ``cudaHostRegisterMapped``."""
+_PINNED_BYTES = 1 << 20
+"""Largest array that is copied through pinned memory, which torch keeps for the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Work that was captured as a graph."""
+
+    replay: Callable[[], object]
+    """Queues the work again, on the memory that it used when it was captured."""
+    output: Tensor
+    """What the work returned; each replay writes it again."""
 
 
 class Device:
@@ -25,6 +39,8 @@ class Device:
 
     name = torch.device("cpu")
     is_host = True
+    can_capture = False
+    """Whether the device has graphs."""
 
     def share(self, memory: Bytes) -> Tensor:
         """A tensor over memory that other processes map too."""
@@ -33,6 +49,24 @@ class Device:
     def put(self, numbers: Numbers) -> Tensor:
         """A tensor of an array: a view on the CPU, a copy elsewhere."""
         return torch.from_numpy(numbers)
+
+    def put_into(self, target: Tensor, numbers: Numbers) -> None:
+        """Copy an array into a tensor of the same shape and type on the device."""
+        target.copy_(torch.from_numpy(numbers))
+
+    def graph_pool(self) -> object:
+        """Memory that several graphs share, which replay one after another."""
+        return None
+
+    def capture(self, work: Callable[[], Tensor], pool: object) -> Captured:
+        """Capture work as a graph, without running it.
+
+        The work must have run once with the same shapes. It only queues kernels: it puts nothing
+        on the device and waits for nothing.
+
+        Raises: RuntimeError if that does not hold, or the device has no graphs
+        """
+        raise RuntimeError(f"{self.name} has no graphs")
 
     @property
     def free_bytes(self) -> int:
@@ -55,6 +89,7 @@ class Gpu(Device):
 
     name = torch.device("cuda")
     is_host = False
+    can_capture = True
 
     def __init__(self) -> None:
         self._mapped = weakref.WeakValueDictionary[int, _Mapped]()
@@ -71,7 +106,20 @@ class Gpu(Device):
         return torch.as_tensor(mapped, device=self.name)
 
     def put(self, numbers: Numbers) -> Tensor:
-        return torch.from_numpy(numbers).to(self.name)
+        return _pinned(numbers).to(self.name, non_blocking=True)
+
+    def put_into(self, target: Tensor, numbers: Numbers) -> None:
+        target.copy_(_pinned(numbers), non_blocking=True)
+
+    def graph_pool(self) -> object:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Tensor], pool: object) -> Captured:
+        graph, memory = torch.cuda.CUDAGraph(), cast(Any, pool)
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            output = work()
+        return Captured(graph.replay, output)
 
     @property
     def free_bytes(self) -> int:
@@ -81,6 +129,16 @@ class Gpu(Device):
 
     def wait(self) -> None:
         torch.cuda.synchronize()
+
+
+def _pinned(numbers: Numbers) -> Tensor:
+    """A copy of an array in pinned memory, if it is small.
+
+    A copy to the device from other memory makes the host wait for all queued work. torch does not
+    use a pinned block again before the copy from it is done.
+    """
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory() if 0 < numbers.nbytes <= _PINNED_BYTES else tensor
 
 
 class _Mapped:

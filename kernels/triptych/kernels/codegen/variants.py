@@ -19,6 +19,7 @@ from triptych.kernels.compact import gpu as compact
 from triptych.kernels.decode import gpu as decode
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
+from triptych.kernels.pointwise import gpu as pointwise
 from triptych.kernels.prefill import gpu as prefill
 from triptych.kernels.select import KINDS, Rule, Summaries, tile_bytes
 from triptych.kernels.select import gpu as select
@@ -56,7 +57,7 @@ HALF = Kind(torch.float16)
 
 def all_variants() -> dict[tuple[str, str], Launch]:
     """Launches of all kernels by kernel and variant, without duplicates."""
-    planned = chain(_decode(), _scores(), _select(), _prefill(), _codec(), _compact())
+    planned = chain(_decode(), _scores(), _select(), _prefill(), _codec(), _compact(), _pointwise())
     made, seen = dict[tuple[str, str], Launch](), set[str]()
     for variant, launch in ((name, launch) for name, many in planned for launch in many):
         key = f"{launch.name} {launch.source().signature} {launch.constants}"
@@ -88,6 +89,11 @@ USUAL_VARIANTS = {
     "move_slots": "k8v4>k4v2 d128",
     "classify": "any",
     "retire_tokens": "k8v4+k4v2 d128",
+    "norm_rows": "sum 4096 bf16",
+    "rotate_pairs": "d128 g4 bf16",
+    "gate_rows": "bf16",
+    "rotate_all": "d128 g4 bf16",
+    "rotate_outputs": "d128 g4 bf16",
 }
 """The variant of each kernel that tests compile: a usual one that needs many registers."""
 
@@ -208,6 +214,33 @@ def _compact() -> Iterator[Planned]:
         high, low, *_ = *(_section(name, dim, USUAL) for name in names), None
         made = compact.plan_rows(_arena(dim), high, low, row, row, row, (1.0, 0.3), found)
         yield f"{'+'.join(names)} d{dim}", made
+
+
+def _pointwise() -> Iterator[Planned]:
+    """Norms of rows and of heads, rotations and gates."""
+    for dtype, width in product((torch.bfloat16, torch.float32), (576, 2048, 4096, 8192)):
+        hidden, delta = _meta(4, width).float(), _meta(4, width, dtype=dtype)
+        norm = hidden[0], 1e-5, hidden, delta
+        yield f"sum {width} {_short(dtype)}", [pointwise.plan_norm(hidden, delta, *norm)]
+        yield (
+            f"{width} {_short(dtype)}",
+            [pointwise.plan_norm(hidden, None, *norm[:2], None, delta)],
+        )
+        yield _short(dtype), [pointwise.plan_gate(delta, delta[:, : width // 2])]
+    for dim, kind in product(HEAD_DIMS, (USUAL, EXACT)):
+        query = _query(dim, kind)
+        key, exact, angles = query[:, :8], query.float(), _meta(4, dim // 2).float()
+        weight, outputs = _meta(dim).float(), (exact, exact[:, :8], exact[:, :8])
+        rotated = pointwise.plan_rotate_kv(query, key, key, exact[0, :8], *outputs)
+        yield (
+            f"d{dim} {kind}",
+            [
+                pointwise.plan_norm(query, None, weight, 1e-5, None, query),
+                pointwise.plan_rotate(query, angles, angles, query),
+                rotated,
+                pointwise.plan_rotate_back(exact, query),
+            ],
+        )
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pointwise ops between the matrix products of a layer: RMS norm, RoPE, gated activation.
+"""Pointwise ops between the matrix products of a layer: norms, rotations, gated activation.
 
 At batch size 1 each handles about a thousand numbers, for which torch needs ten calls and ten
 passes.
@@ -7,15 +7,23 @@ passes.
 from triptych.kernels.op import Op
 from triptych.kernels.pointwise import reference
 
-__all__ = ["gate", "rms_norm", "rotate"]
+__all__ = ["add_norm", "gate", "rms_norm", "rotate", "rotate_back", "rotate_kv"]
 
 rms_norm = Op(
     name="rms_norm",
     spec=reference.rms_norm,
     fast={
         "cpu": "triptych.kernels.pointwise.cpu:rms_norm",
-        # torch has a fused kernel.
-        "cuda": "triptych.kernels.pointwise.reference:rms_norm",
+        "cuda": "triptych.kernels.pointwise.gpu:rms_norm",
+    },
+)
+
+add_norm = Op(
+    name="add_norm",
+    spec=reference.add_norm,
+    fast={
+        "cpu": "triptych.kernels.pointwise.cpu:add_norm",
+        "cuda": "triptych.kernels.pointwise.gpu:add_norm",
     },
 )
 
@@ -24,7 +32,7 @@ rotate = Op(
     spec=reference.rotate,
     fast={
         "cpu": "triptych.kernels.pointwise.cpu:rotate",
-        "cuda": "triptych.kernels.pointwise.reference:rotate",
+        "cuda": "triptych.kernels.pointwise.gpu:rotate",
     },
 )
 
@@ -33,6 +41,24 @@ gate = Op(
     spec=reference.gate,
     fast={
         "cpu": "triptych.kernels.pointwise.cpu:gate",
-        "cuda": "triptych.kernels.pointwise.reference:gate",
+        "cuda": "triptych.kernels.pointwise.gpu:gate",
+    },
+)
+
+rotate_kv = Op(
+    name="rotate_kv",
+    spec=reference.rotate_kv,
+    fast={
+        "cpu": "triptych.kernels.pointwise.cpu:rotate_kv",
+        "cuda": "triptych.kernels.pointwise.gpu:rotate_kv",
+    },
+)
+
+rotate_back = Op(
+    name="rotate_back",
+    spec=reference.rotate_back,
+    fast={
+        "cpu": "triptych.kernels.pointwise.cpu:rotate_back",
+        "cuda": "triptych.kernels.pointwise.gpu:rotate_back",
     },
 )

@@ -1,7 +1,8 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""RMS norm, RoPE and gated activation on the CPU: one pass over each row."""
+"""Pointwise ops on the CPU: one pass over each row."""
 
+from functools import cache
 from math import e, log2
 
 import numpy as np
@@ -23,6 +24,7 @@ from triptych.kernels.codegen.numba_runtime import (
 )
 from triptych.kernels.codegen.simd import EXP2
 from triptych.kernels.floats import KINDS, read_floats, write_floats
+from triptych.kernels.hadamard import hadamard
 
 NORM, ROTATE, GATE = range(3)
 
@@ -54,6 +56,50 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -
     out = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
     _run(NORM, rows, out, weight.data_ptr(), 0, 0, epsilon)
     return out
+
+
+def add_norm(
+    hidden: Tensor, delta: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.add_norm``."""
+    total = hidden + delta
+    return total, rms_norm(total, weight, epsilon, dtype)
+
+
+def rotate_kv(
+    query: Tensor, key: Tensor, value: Tensor, centre: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``reference.rotate_kv``."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    turned = _turn(torch.cat((query, key, value), 1).float())
+    middle = turned[:, heads : heads + kv_heads] - centre
+    return turned[:, :heads], middle, turned[:, heads + kv_heads :]
+
+
+def rotate_back(mixed: Tensor, dtype: torch.dtype) -> Tensor:
+    """See ``reference.rotate_back``."""
+    return _turn(mixed).to(dtype)
+
+
+def _turn(heads: Tensor) -> Tensor:
+    """``heads`` times the Hadamard matrix.
+
+    By oneDNN's product of blocked weights: it multiplies each row in the same order, whatever the
+    number of rows. torch's own product does not, so that an output would depend on its neighbours.
+    """
+    blocked = _blocked_hadamard(heads.shape[-1])
+    if blocked is None:
+        return heads @ hadamard(heads.shape[-1])
+    return torch.ops.mkldnn._linear_pointwise.default(heads, blocked, None, "none", [], "")
+
+
+@cache
+def _blocked_hadamard(dim: int) -> Tensor | None:
+    """The matrix, which is symmetric, in oneDNN's layout; None where torch has no oneDNN."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    with torch.no_grad():
+        return torch.ops.mkldnn._reorder_linear_weight(hadamard(dim).contiguous(), None)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""Reference of RMS norm, RoPE and gated activation: computed in float32, rounded once."""
+"""Reference of the pointwise ops: computed in float32, rounded once."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from triptych.kernels.hadamard import hadamard
 
 
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
@@ -13,6 +15,18 @@ def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -
     Source:  Zhang and Sennrich, Root Mean Square Layer Normalization (2019)
     """
     return F.rms_norm(rows.float(), weight.shape, weight, epsilon).to(dtype)
+
+
+def add_norm(
+    hidden: Tensor, delta: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The residual stream after a block, and its RMS norm: the input of the next block.
+
+    Shapes:  hidden, delta [T, E]; weight [E] -> hidden + delta and its norm, both [T, E]
+    Dtypes:  hidden float32, as is the sum; delta any float; weight float32; the norm is ``dtype``
+    """
+    total = hidden + delta
+    return total, rms_norm(total, weight, epsilon, dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -37,3 +51,26 @@ def gate(gate_up: Tensor) -> Tensor:
     """
     left, right = gate_up.float().chunk(2, dim=-1)
     return (F.silu(left) * right).to(gate_up.dtype)
+
+
+def rotate_kv(
+    query: Tensor, key: Tensor, value: Tensor, centre: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries, keys and values by the Hadamard matrix, then subtract ``centre`` from keys.
+
+    Shapes:  query [T, H, d]; key, value [T, KH, d]; centre [KH, d] -> the same three
+    Dtypes:  float32, bfloat16 or float16; centre and the results float32
+    Source:  QuaRot, section 3 (a Hadamard matrix after RoPE)
+    """
+    rotation = hadamard(query.shape[-1], query.device)
+    turned = (part.float() @ rotation for part in (query, key, value))
+    query, key, value = turned
+    return query, key - centre, value
+
+
+def rotate_back(mixed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotate the output of attention over rotated values back.
+
+    Shapes:  mixed [T, H, d] float32 -> [T, H, d] ``dtype``
+    """
+    return (mixed @ hadamard(mixed.shape[-1], mixed.device)).to(dtype)

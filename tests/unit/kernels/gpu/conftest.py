@@ -6,9 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.interpreter import round_to_nearest
 from triptych.kernels import Section
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if IS_INTERPRETED:
+    round_to_nearest()
 
 
 class Device:

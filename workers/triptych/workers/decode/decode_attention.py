@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.kernels import append_tokens, block_table_ops, decode_attention, score_tokens
-from triptych.workers.decode.page_selection import Selector, StepChoice
+from triptych.workers.decode.page_selection import StepChoice
+from triptych.workers.device import Device
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.prefetch import Prefetcher
@@ -18,49 +19,127 @@ Ids = NDArray[np.int32]
 Ids64 = NDArray[np.int64]
 
 
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """Places of the new tokens of a step, and the requests whose tokens are scored in it.
+
+    Every ``score_every`` tokens of a request its tokens are scored. Those steps depend on the
+    position alone, so an output does not depend on the rest of the batch.
+    """
+
+    slots: Ids
+    positions: Ids
+    places: Ids
+    """Indices of the tokens in their rows of the first table."""
+    scored: Ids64
+    """Indices of the requests whose tokens are scored."""
+    before: Ids64
+    """Layers whose scores were added before this step, over all positions."""
+    begun: Ids64 | None
+    """Layers of this step whose scores are added; None: 0, as the step was not cut short."""
+
+    @classmethod
+    def count(
+        cls,
+        raw: SectionTable,
+        slots: Ids,
+        positions: Ids,
+        score_every: int,
+        progress: NDArray[np.int64],
+    ) -> "NewTokens":
+        """Choose the place of each new token in the first table, and count it as stored.
+
+        ``progress``: for each slot the layers whose scores are added, over all positions. A step
+        that is repeated after a worker death skips those layers.
+        """
+        places, scored, before, is_begun = block_table_ops.count_new_tokens(
+            raw.tokens, slots, raw.room, positions, progress, score_every
+        )
+        begun = progress[slots] - before if is_begun else None
+        return cls(slots, positions, places, scored, before, begun)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the step stores tokens and attends, and does nothing else."""
+        return self.begun is None and not len(self.scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Slots, positions and places of new tokens where the kernels run, each int32 (B,)."""
+
+    slots: Tensor
+    positions: Tensor
+    places: Tensor
+
+    @classmethod
+    def put(cls, new: NewTokens, device: Device) -> "Placed":
+        return cls(device.put(new.slots), device.put(new.positions), device.put(new.places))
+
+
+class PlainAttention:
+    """Attention of a step that stores tokens and attends to all pages of a row.
+
+    All that it does is queued on the device: nothing is put there, and nothing is read back.
+    """
+
+    def __init__(self, memory: DevicePages, sections: Sections, placed: Placed) -> None:
+        self._memory, self._sections, self._placed = memory, sections, placed
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
+        sections, placed = self._sections.of_layer[layer], self._placed
+        for arena in self._memory.arenas:
+            append_tokens(
+                arena, sections[0], key, value, placed.slots, placed.places, placed.positions
+            )
+        return decode_attention(
+            query,
+            self._memory.near,
+            sections,
+            placed.slots,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            positions=placed.positions,
+        ).to(query.dtype)
+
+
 class PageAttention:
     """Attention of one decode step: appends the new token, then attends to the pages of a row.
 
-    Every ``score_every`` tokens of a request, the attention that its tokens receive is added to
-    their scores, weighted by ``score_every``. Those steps depend on the position alone, so an
-    output does not depend on the rest of the batch. A request of such a step reads all its pages;
-    others can read a selection.
+    Where tokens are scored, the attention that they receive is added to their scores, weighted by
+    ``score_every``. A request that is scored reads all its pages; others can read a selection.
     """
 
     def __init__(
         self,
         memory: DevicePages,
         sections: Sections,
-        slots: Ids,
-        positions: Ids,
+        new: NewTokens,
         score_every: int,
         progress: NDArray[np.int64],
-        selector: Selector | None = None,
+        choice: StepChoice | None = None,
         fixed: SectionTable | None = None,
         prefetcher: Prefetcher | None = None,
     ) -> None:
-        """Choose the place of each new token in the first table, and count it as stored.
-
-        ``fixed``: the last of the tables, if there is one. It is read, but its scores do not
-        change, since other requests share its pages.
-
-        ``progress``: for each slot the layers whose scores are added, over all positions. A step
-        that is repeated after a worker death skips those layers.
+        """``fixed``: the last of the tables, if there is one. It is read, but its scores do not
+        change, since other requests share its pages. ``choice``: None: all pages are read.
         """
         self._memory, self._sections, self._prefetcher = memory, sections, prefetcher
         self._tables = sections.tables[:-1] if fixed is not None else sections.tables
-        self._ids, self._progress, self._score_every = slots, progress, score_every
-        put, raw = memory.device.put, self._tables[0]
-        places, self._scored, self._before, is_begun = block_table_ops.count_new_tokens(
-            raw.tokens, slots, raw.room, positions, progress, score_every
-        )
-        self._begun: Ids64 | None = progress[slots] - self._before if is_begun else None
-        sections.renew(slots)
-        self._slots, self._positions = put(slots), put(positions)
-        self._places = put(places)
-        self._choice: StepChoice | None = None
-        if selector is not None:
-            self._choice = selector.step(slots, positions, self._scored)
+        self._new, self._progress, self._score_every = new, progress, score_every
+        self._placed, self._choice = Placed.put(new, memory.device), choice
         if prefetcher is not None:
             prefetcher.begin_step()
 
@@ -78,23 +157,27 @@ class PageAttention:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         self._store(layer, key, value)
         sections = self._sections.of_layer[layer]
-        due = self._due if self._begun is None else self._part(self._left(self._scored, layer))
+        due = (
+            self._due
+            if self._new.begun is None
+            else self._part(self._left(self._new.scored, layer))
+        )
         lse = None
         if due is not None:
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         choice = self._choice
         lists = choice.lists(layer, query, scale=scale, window=window) if choice else None
         if self._prefetcher is not None:
-            self._prefetcher.layer(layer, self._ids, lists)
+            self._prefetcher.layer(layer, self._new.slots, lists)
         mixed = decode_attention(
             query,
             self._memory.near,
             sections,
-            self._slots,
+            self._placed.slots,
             scale=scale,
             window=window,
             softcap=softcap,
-            positions=self._positions,
+            positions=self._placed.positions,
             lse=lse,
             page_lists=lists,
         )
@@ -137,8 +220,9 @@ class PageAttention:
         self._progress[due.ids] = due.before + layer + 1
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        slots, places, positions = self._slots, self._places, self._positions
-        if self._begun is not None:
+        placed = self._placed
+        slots, places, positions = placed.slots, placed.places, placed.positions
+        if self._new.begun is not None:
             left = self._memory.device.put(self._left(np.arange(len(key)), layer))
             key, value, slots, places = key[left], value[left], slots[left], places[left]
             positions = positions[left]
@@ -146,21 +230,29 @@ class PageAttention:
         for arena in self._memory.arenas:
             append_tokens(arena, raw, key, value, slots, places, positions)
 
+    def _due_in(self, layer: int) -> "_Scored | None":
+        """Requests to score in a layer."""
+        if self._new.begun is None:
+            return self._due
+        return self._part(self._left(self._new.scored, layer))
+
     @cached_property
     def _due(self) -> "_Scored | None":
         """Requests to score, the same for each layer of a step that was not cut short."""
-        return self._part(self._scored)
+        return self._part(self._new.scored)
 
     def _part(self, requests: Ids64) -> "_Scored | None":
         """Tensors of some requests to score; None if there are none."""
         if not len(requests):
             return None
-        at, ids = self._memory.device.put(requests), self._ids[requests]
-        return _Scored(at, ids, self._slots[at], self._positions[at], self._before[requests])
+        at, new, placed = self._memory.device.put(requests), self._new, self._placed
+        ids, before = new.slots[requests], new.before[requests]
+        return _Scored(at, ids, placed.slots[at], placed.positions[at], before)
 
     def _left(self, requests: Ids64, layer: int) -> Ids64:
         """The requests for which this layer is not done yet."""
-        return requests if self._begun is None else requests[self._begun[requests] <= layer]
+        begun = self._new.begun
+        return requests if begun is None else requests[begun[requests] <= layer]
 
 
 @dataclass(frozen=True, slots=True)

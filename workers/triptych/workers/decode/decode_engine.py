@@ -25,13 +25,14 @@ from triptych.core.pages import PagePlan
 from triptych.kvpool import WorkerPool
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.deadlines import DecodeDeadlines
-from triptych.workers.decode.decode_attention import PageAttention
+from triptych.workers.decode.decode_attention import NewTokens, PageAttention
 from triptych.workers.decode.handover import Admission, RequestHandover
 from triptych.workers.decode.output_cache import KeepAnswers, OutputCache
 from triptych.workers.decode.page_growth import PageGrowth
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.plugins.pipeline import Pipeline, Seen, Verdict
 from triptych.workers.decode.running_batch import RunningRequest, exits_of
+from triptych.workers.decode.step_graphs import StepGraphs
 from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.block_table import Sections, SectionTable
@@ -92,6 +93,9 @@ class DecodeEngine:
             self.pool, self._checkpoint, self._sections, window, self._selector
         )
         self._prefetcher = Prefetcher.of(arena, self._sections.tables)
+        self._graphs = StepGraphs.of(
+            self.runner, self._memory, self._sections, self._prefetcher, self.max_requests
+        )
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
         self._output_cache = OutputCache.of(
             self.prefixes, self._memory.behind, self._sections.tables, self.keep_answers
@@ -319,17 +323,29 @@ class DecodeEngine:
         tokens = np.array([one.output.tokens[-1] for one in batch], np.int64)
         positions = np.array([one.position for one in batch], np.int32)
         slots = np.array([one.slot for one in batch], np.int32)
-        attend = PageAttention(
-            self._memory,
-            self._sections,
+        new = NewTokens.count(
+            self._checkpoint.tables[0],
             slots,
             positions,
             self.plan.policy.score_every,
             self._checkpoint.scored,
-            self._selector,
+        )
+        self._sections.renew(slots)
+        choice = self._selector.step(slots, positions, new.scored) if self._selector else None
+        exits = exits_of(batch, self.device)
+        if self._graphs is not None and new.is_plain and choice is None and exits is None:
+            logits = self._graphs.forward(self.runner, tokens, new)
+            if logits is not None:
+                return logits
+        attend = PageAttention(
+            self._memory,
+            self._sections,
+            new,
+            self.plan.policy.score_every,
+            self._checkpoint.scored,
+            choice,
             self._checkpoint.fixed,
             self._prefetcher,
         )
         every, put = self._row_indices[: len(batch)], self.device.put
-        exits = exits_of(batch, self.device)
         return self.runner.forward(put(tokens), put(positions), attend, put(every), exits)

@@ -5,14 +5,13 @@ one product, gate and up from another, without transposes, masks or wrappers bet
 small model at batch 1 that halves the time of a step.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triptych.kernels import gate, rms_norm, rotate
+from triptych.kernels import add_norm, gate, rms_norm, rotate
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits, ExitTracker
 from triptych.workers.models.facts import ModelFacts
@@ -22,7 +21,25 @@ from triptych.workers.models.weights import EMBEDDING, Linear, Weights, pack
 EXACT_LOGITS = 64
 """Largest logits of a row that are recomputed in float32 for 16-bit models."""
 
-Norm = Callable[[Tensor], Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm that computes in float32."""
+
+    weight: Tensor
+    """float32."""
+    epsilon: float
+    dtype: torch.dtype
+    """Type of its result."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return rms_norm(rows, self.weight, self.epsilon, self.dtype)
+
+    def of_sum(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual stream with ``delta`` added, and its norm; None: nothing is added."""
+        if delta is None:
+            return hidden, self(hidden)
+        return add_norm(hidden, delta, self.weight, self.epsilon, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +121,32 @@ class FusedModel:
         Shapes:  hidden (T, E) float32; positions (T,) -> (T, E) float32
         """
         cos, sin = self._rotation(positions)
+        if tracker is not None:
+            return self._until_exits(layers, hidden, cos, sin, attend, tracker)
+        delta: Tensor | None = None  # of the block before: it is added where the next norm is
         for layer in layers:
             block = self._blocks[layer]
-            active = tracker.active_tokens(layer, hidden) if tracker is not None else None
+            hidden, normed = block.input_norm.of_sum(hidden, delta)
+            mixed = self._attention(layer, block, normed, cos, sin, attend)
+            hidden, normed = block.mlp_norm.of_sum(hidden, block.out(mixed))
+            delta = _mlp(block, normed)
+        return hidden if delta is None else hidden + delta
+
+    def _until_exits(
+        self,
+        layers: range,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        tracker: ExitTracker,
+    ) -> Tensor:
+        """As ``through``, where some tokens skip the last layers."""
+        for layer in layers:
+            block = self._blocks[layer]
+            active = tracker.active_tokens(layer, hidden)
             # Tokens that exited still get keys and values in this layer.
-            mixed = self._attention(layer, block, hidden, cos, sin, attend)
+            mixed = self._attention(layer, block, block.input_norm(hidden), cos, sin, attend)
             if active is None:
                 hidden = _after_attention(block, hidden, mixed)
             elif len(active):
@@ -129,14 +167,14 @@ class FusedModel:
         return angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
 
     def _attention(
-        self, layer: int, block: _Block, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+        self, layer: int, block: _Block, normed: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
         rotated, heads = self._heads + self._kv_heads, self._heads
-        qkv = block.qkv(block.input_norm(hidden)).view(hidden.shape[0], -1, self._head_dim)
+        qkv = block.qkv(normed).view(normed.shape[0], -1, self._head_dim)
         query_key = qkv[:, :rotated]
         if block.query_norm is not None and block.key_norm is not None:
-            normed = (block.query_norm(qkv[:, :heads]), block.key_norm(qkv[:, heads:rotated]))
-            query_key = torch.cat(normed, dim=1)
+            parts = (block.query_norm(qkv[:, :heads]), block.key_norm(qkv[:, heads:rotated]))
+            query_key = torch.cat(parts, dim=1)
         query_key = rotate(query_key, cos, sin)
         traits = block.traits
         mixed = attend(
@@ -148,7 +186,7 @@ class FusedModel:
             window=traits.window,
             softcap=traits.softcap,
         )
-        return mixed.reshape(hidden.shape[0], -1)
+        return mixed.reshape(normed.shape[0], -1)
 
 
 class _Head:
@@ -174,12 +212,12 @@ class _Head:
 
 def _after_attention(block: _Block, hidden: Tensor, mixed: Tensor) -> Tensor:
     """Output projection and MLP of a layer."""
-    hidden = hidden + block.out(mixed)
-    return hidden + _mlp(block, hidden)
+    hidden, normed = block.mlp_norm.of_sum(hidden, block.out(mixed))
+    return hidden + _mlp(block, normed)
 
 
-def _mlp(block: _Block, hidden: Tensor) -> Tensor:
-    return block.down(gate(block.gate_up(block.mlp_norm(hidden))))
+def _mlp(block: _Block, normed: Tensor) -> Tensor:
+    return block.down(gate(block.gate_up(normed)))
 
 
 def _block(weights: Weights, layer: str, traits: LayerTraits, epsilon: float) -> _Block:
@@ -208,6 +246,4 @@ def _block(weights: Weights, layer: str, traits: LayerTraits, epsilon: float) ->
 
 
 def _norm(weight: Tensor, epsilon: float, dtype: torch.dtype) -> Norm:
-    """A norm that computes in float32 and gives ``dtype``."""
-    exact = weight.float()
-    return lambda rows: rms_norm(rows, exact, epsilon, dtype)
+    return Norm(weight.float(), epsilon, dtype)

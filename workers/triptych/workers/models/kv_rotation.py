@@ -17,6 +17,7 @@ from torch import Tensor
 
 from triptych.core.layout import Geometry
 from triptych.core.policy import KVRotation
+from triptych.kernels import rotate_back, rotate_kv
 from triptych.kernels.hadamard import hadamard
 from triptych.workers.models.attention_interface import Attend
 
@@ -25,8 +26,6 @@ from triptych.workers.models.attention_interface import Attend
 class Coordinates:
     """Rotates queries, keys and values before attention over pages, and its output back."""
 
-    rotation: Tensor
-    """[head_dim, head_dim], its own inverse, float32."""
     centre: Tensor
     """Rotated mean key of each head, [layers, kv_heads, head_dim] float32."""
 
@@ -37,13 +36,12 @@ class Coordinates:
         """The rotation on ``device``; None if keys and values are not rotated."""
         if not kv_rotation.rotated:
             return None
-        rotation = hadamard(geometry.head_dim)
         shape = geometry.layers, geometry.kv_heads, geometry.head_dim
         centre = torch.zeros(shape)
         if kv_rotation.key_centre:
             packed = np.frombuffer(kv_rotation.key_centre, "<f2").astype(np.float32)
             centre = torch.from_numpy(packed).view(shape)
-        return cls(rotation.to(device), (centre @ rotation).to(device))
+        return cls((centre @ hadamard(geometry.head_dim)).to(device))
 
     def around(self, attend: Attend) -> Attend:
         """``attend`` with rotated queries, keys and values."""
@@ -62,13 +60,6 @@ class Coordinates:
         softcap: float,
     ) -> Tensor:
         """Computes in float32, so that the rotation adds no 16-bit rounding."""
-        mixed = attend(
-            layer,
-            query.float() @ self.rotation,
-            key.float() @ self.rotation - self.centre[layer],
-            value.float() @ self.rotation,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
-        return (mixed @ self.rotation).to(query.dtype)
+        rotated = rotate_kv(query, key, value, self.centre[layer])
+        mixed = attend(layer, *rotated, scale=scale, window=window, softcap=softcap)
+        return rotate_back(mixed, query.dtype)

@@ -26,6 +26,11 @@ class Runner(Protocol):
         """Whether ``forward`` takes exits."""
         ...
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether ``forward`` can be captured as a graph of the device."""
+        ...
+
     def forward(
         self,
         tokens: Tensor,
@@ -67,6 +72,11 @@ class ModelRunner:
     def can_exit(self) -> bool:
         """Whether tokens can exit before the last layer; transformers' own layers cannot."""
         return self._network.can_exit
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether ``forward`` only queues kernels; transformers' own layers may do more."""
+        return isinstance(self._network, FusedModel)
 
     def forward(
         self,

@@ -232,6 +232,11 @@ class _ProfiledRunner:
     def can_exit(self) -> bool:
         return self._inner.can_exit
 
+    @property
+    def can_capture(self) -> bool:
+        """A step is profiled by its parts, which a graph does not have."""
+        return False
+
     def forward(
         self,
         tokens: Tensor,

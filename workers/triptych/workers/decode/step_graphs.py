@@ -1,0 +1,137 @@
+"""Decode steps as captured graphs of a GPU: the host queues one graph, not hundreds of kernels.
+
+A graph replays the same kernels on the same memory. So it takes its inputs from one buffer, into
+which each step copies its tokens, and reads page tables and pages where they always are. Kernels
+find the length of each row on the device; the only shape that a step has is its batch size. A graph
+is captured for a few batch sizes, and other batches are filled up with rows that have no slot:
+nothing is stored for them, and their logits are not read.
+
+Source: CUDA graphs as in vLLM (one graph for each of some batch sizes)
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.workers.decode.decode_attention import NewTokens, Placed, PlainAttention
+from triptych.workers.device import Captured
+from triptych.workers.kv.block_table import Sections
+from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.kv.prefetch import Prefetcher
+from triptych.workers.models.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+TOKENS, POSITIONS, SLOTS, PLACES = range(4)
+"""Rows of the input buffer of a graph."""
+NO_SLOT = -1
+"""Slot and place of rows that fill up a batch."""
+
+
+def batch_sizes(max_requests: int) -> list[int]:
+    """Batch sizes of the graphs: 1, 2, 4, 8, then by 8 up to 64 and by 32 above.
+
+    >>> batch_sizes(20)
+    [1, 2, 4, 8, 16, 20]
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_requests + 32, 32)]
+    return [*(size for size in sizes if size < max_requests), max_requests]
+
+
+@dataclass(frozen=True, slots=True)
+class _StepGraph:
+    """The captured step of one batch size."""
+
+    captured: Captured
+    """Its output is float32 [batch size, vocab]."""
+    inputs: Tensor
+    """int32 [4, batch size]."""
+
+
+class StepGraphs:
+    """The captured decode steps of an engine, at most one for each of ``batch_sizes``."""
+
+    def __init__(self, memory: DevicePages, sections: Sections, max_requests: int) -> None:
+        self._memory, self._sections, self._device = memory, sections, memory.device
+        self._sizes: Sequence[int] = batch_sizes(max_requests)
+        self._every = self._device.put(np.arange(max_requests))
+        self._graphs = dict[int, _StepGraph]()
+        self._pool = self._device.graph_pool()
+        self._failed = False
+        """Whether a capture failed; no other one is tried."""
+
+    @classmethod
+    def of(
+        cls,
+        runner: Runner,
+        memory: DevicePages,
+        sections: Sections,
+        prefetcher: Prefetcher | None,
+        max_requests: int,
+    ) -> "StepGraphs | None":
+        """None if steps cannot be captured: on a CPU, with layers of transformers, or if each
+        layer requests its pages from a disk.
+        """
+        if not (memory.device.can_capture and runner.can_capture) or prefetcher is not None:
+            return None
+        return cls(memory, sections, max_requests)
+
+    def forward(self, runner: Runner, tokens: NDArray[np.int64], new: NewTokens) -> Tensor | None:
+        """Run a step that is plain; None: it must be run without a graph.
+
+        The logits are valid until the next step.
+
+        Shapes:  tokens (B,) -> (B, vocab) float32
+        """
+        if self._failed or not runner.can_capture:
+            return None
+        size = self._sizes[bisect_left(self._sizes, len(tokens))]
+        graph = self._graphs.get(size)
+        if graph is None:
+            graph = self._capture(runner, size)
+            if graph is None:
+                return None
+            self._graphs[size] = graph
+        self._device.put_into(graph.inputs, filled_up(size, tokens, new))
+        graph.captured.replay()
+        return graph.captured.output[: len(tokens)]
+
+    def _capture(self, runner: Runner, size: int) -> _StepGraph | None:
+        """Capture the step of a batch size; None, with a warning, if that fails."""
+        rows = np.full((4, size), NO_SLOT, np.int32)
+        rows[[TOKENS, POSITIONS]] = 0
+        inputs = self._device.put(rows)
+        placed = Placed(inputs[SLOTS], inputs[POSITIONS], inputs[PLACES])
+        attend = PlainAttention(self._memory, self._sections, placed)
+
+        def step() -> Tensor:
+            every = self._every[:size]
+            return runner.forward(inputs[TOKENS], inputs[POSITIONS], attend, every)
+
+        step()  # compiles kernels; no row has a slot, so it changes nothing
+        try:
+            return _StepGraph(self._device.capture(step, self._pool), inputs)
+        except RuntimeError as error:
+            self._failed = True
+            logger.warning(
+                "decode steps are launched kernel by kernel, which takes longer: the step of %d "
+                "requests cannot be captured as a graph: %s",
+                size,
+                error,
+            )
+            return None
+
+
+def filled_up(size: int, tokens: NDArray[np.int64], new: NewTokens) -> NDArray[np.int32]:
+    """The inputs of a graph, int32 [4, size]; rows after the batch have no slot."""
+    count = len(tokens)
+    rows = np.full((4, size), NO_SLOT, np.int32)
+    rows[TOKENS, :count], rows[POSITIONS, :count] = tokens, new.positions
+    rows[SLOTS, :count], rows[PLACES, :count] = new.slots, new.places
+    rows[TOKENS, count:] = rows[POSITIONS, count:] = 0
+    return rows

@@ -1,11 +1,12 @@
-"""Tests of RMS norm, RoPE and gate, every backend against float64."""
+"""Tests of the pointwise ops, every backend against float64."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels import gate, rms_norm, rotate
+from triptych.kernels import gate, rms_norm, rotate, rotate_back, rotate_kv
+from triptych.kernels.hadamard import hadamard
 
 BACKENDS = ["reference", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -111,3 +112,34 @@ def test_mismatched_inputs_are_an_error() -> None:
         gate(rows.T)
     with pytest.raises(ConfigError, match=r"torch\.float64"):
         gate(rows.double())
+
+
+@each("backend", BACKENDS)
+@each("dtype", DTYPES)
+@each(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 2, 96), (2, 1, 32)])
+def test_the_hadamard_rotation_is_the_matrix_product(
+    backend: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
+    qkv, centre = torch.randn(5, heads + 2 * kv_heads, dim).to(dtype), torch.randn(kv_heads, dim)
+    query, key, value = qkv.tensor_split((heads, heads + kv_heads), 1)
+    matrix = hadamard(dim).double()
+    exact = [part.double() @ matrix for part in (query, key, value)]
+    exact[1] -= centre.double()
+    found = rotate_kv.on(backend)(query, key, value, centre)
+    for mine, its in zip(found, exact, strict=True):
+        assert is_rounded(mine.contiguous(), its, torch.float32)
+    back = rotate_back.on(backend)(found[0], dtype)
+    assert is_rounded(back, found[0].double() @ matrix, dtype)
+
+
+@each("dim", [32, 64, 80, 96, 128, 256])
+def test_a_rotated_row_does_not_depend_on_the_number_of_rows(dim: int) -> None:
+    rows, centre = torch.randn(130, 3, dim), torch.randn(1, dim)
+    query, key, value = rows.tensor_split(3, 1)
+    every = rotate_kv(query, key, value, centre)
+    back = rotate_back(rows, torch.float32)
+    for count in (1, 2, 3, 5, 7, 16, 33, 100):
+        last = slice(130 - count, None)
+        found = rotate_kv(query[last], key[last], value[last], centre)
+        assert all(a.equal(b[last]) for a, b in zip(found, every, strict=True))
+        assert rotate_back(rows[last], torch.float32).equal(back[last])

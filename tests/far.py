@@ -271,7 +271,9 @@ def _with_slots_only(name: str, kernel: Any, args: list[Any], kwargs: dict[str, 
     if name == "append_tokens":
         arena, section, *rows = args
         live = rows[2] >= 0
-        return kernel(arena, section, *(row[live] for row in rows)) if live.any() else None
+        return (
+            kernel(arena, section, *(row[live] for row in rows), **kwargs) if live.any() else None
+        )
     if name == "decode_attention" and not (live := args[3] >= 0).all():
         query, arena, sections, slots = args
         out = torch.full_like(query, torch.nan, dtype=torch.float32)

@@ -176,8 +176,10 @@ def test_an_appended_token_equals_one_stored_in_the_slot_of_its_place(
     want, got = moves.arena.clone(), moves.arena.clone()
     rows = (places % room)[:, None].repeat(1, HEADS)
     store_tokens.on("reference")(want, section.layout, key, value, pages, rows, positions)
-    append_tokens.on(backend)(got, section, key, value, slots, places, positions)
+    mirror = got.clone()
+    append_tokens.on(backend)(got, section, key, value, slots, places, positions, mirror=mirror)
     assert torch.equal(got, want)
+    assert torch.equal(mirror, want)
 
 
 def test_appending_to_a_place_out_of_range_is_an_error() -> None:

@@ -68,8 +68,11 @@ def append_tokens(
     slots: Tensor,
     places: Tensor,
     positions: Tensor,
+    mirror: Tensor | None = None,
 ) -> None:
     """See ``reference.append_tokens``."""
+    if mirror is not None:
+        append_tokens(mirror, section, key, value, slots, places, positions)
     pages, table = section.call_cache.get(
         lambda: _append_words(arena, section), arena, append_tokens
     )

@@ -91,9 +91,10 @@ def append_tokens(
     slots: Tensor,
     places: Tensor,
     positions: Tensor,
+    mirror: Tensor | None = None,
 ) -> None:
     """See ``reference.append_tokens``; a token with a place out of range is skipped."""
-    for launch in plan_append(arena, section, key, value, slots, places, positions):
+    for launch in plan_append(arena, section, key, value, slots, places, positions, mirror):
         launch.run()
 
 
@@ -105,17 +106,25 @@ def plan_append(
     slots: Tensor,
     places: Tensor,
     positions: Tensor,
+    mirror: Tensor | None = None,
 ) -> list[Launch]:
     """The launch of one call."""
     check_arena(arena, section.layout)
     rows, heads = check_append(section, key, value, slots, places, positions)
     check_device("append_tokens", arena, section.pages, key, value, slots, places, positions)
+    if mirror is not None:
+        check_arena(mirror, section.layout)
+        check_device("append_tokens", arena, mirror)
+        if mirror.shape != arena.shape:
+            raise ConfigError(
+                f"append_tokens: mirror {tuple(mirror.shape)}: expected {tuple(arena.shape)}"
+            )
     if key.dtype not in VECTOR_TYPES or value.dtype != key.dtype:
         raise ConfigError(f"append_tokens: key {key.dtype}, value {value.dtype}: unsupported")
     key, value = dense(key), dense(value)
     items, block = rows * heads, _block(section.layout.head_dim)
     arguments = (
-        arena, arena.shape[0], key, value, slots.contiguous(), places.contiguous(),
+        arena, mirror, arena.shape[0], key, value, slots.contiguous(), places.contiguous(),
         positions.contiguous(), items, _table(section), *key.stride()[:2], *value.stride()[:2],
     )  # fmt: skip
     constants = {
@@ -124,7 +133,8 @@ def plan_append(
         "BLOCK": block,
         "KV_HEADS": heads,
     }
-    return [Launch(append_slots, (-(-items // block),), arguments, constants)]
+    grid = -(-items // block), 1 if mirror is None else 2
+    return [Launch(append_slots, grid, arguments, constants)]
 
 
 def transcode(

@@ -36,11 +36,16 @@ def store_slots(
 
 @triton.jit
 def append_slots(
-    arena, page_count, key, value, slots, places, positions, items, table,
+    arena, mirror, page_count, key, value, slots, places, positions, items, table,
     key_token, key_head, value_token, value_head,
     FORM: tl.constexpr, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Encode a block of tokens at places of head rows; item ``request * KV_HEADS + head``."""
+    """Encode a block of tokens at places of head rows; item ``request * KV_HEADS + head``.
+
+    Grid: blocks, and arenas: the second one is ``mirror``, if it is given.
+    """
+    if mirror is not None:
+        arena = tl.where(tl.program_id(1) == 0, arena, mirror)
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, head = item // KV_HEADS, item % KV_HEADS
     slot = tl.load(slots + token, mask=item < items, other=-1)

@@ -55,12 +55,13 @@ def append_tokens(
     slots: Tensor,
     places: Tensor,
     positions: Tensor,
+    mirror: Tensor | None = None,
 ) -> None:
     """Encode one new token of each request into its head rows, with score 0.
 
     ``slots``: batch slots, the rows of the section's page table. ``places``: index of the token in
     each head row of its slot; all head rows of a slot have the same length. Page table and token
-    counts are not changed.
+    counts are not changed. ``mirror``: another arena with the same pages, which is written too.
 
     Shapes:  arena [P, page_bytes]; key, value [R, KH, d]; slots, places, positions [R]
     Dtypes:  arena uint8; key, value float32 or bfloat16; indices int32
@@ -68,7 +69,8 @@ def append_tokens(
     head = torch.arange(key.shape[1], device=key.device)[None]
     pages, rows = _slots_of(section, slots.long()[:, None], head, places[:, None])
     rows = rows.expand_as(pages)
-    store_tokens(arena, section.layout, key, value, pages, rows, positions)
+    for each in (arena,) if mirror is None else (arena, mirror):
+        store_tokens(each, section.layout, key, value, pages, rows, positions)
 
 
 def transcode(

@@ -187,13 +187,13 @@ def _codec() -> Iterator[Planned]:
     for dim, name in product(HEAD_DIMS, FORMATS):
         layout, arena = _layout(name, dim), _arena(dim)
         slots, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
+        section, three = _section(name, dim, USUAL), (_meta(4), _meta(4), _meta(4))
         for dtype in (torch.bfloat16, torch.float32, torch.float16)[: 3 if dim == 128 else 1]:
             given = _meta(100, 8, dim, dtype=dtype)
-            made = codec.plan_store(arena, layout, given, given, *slots, scores)
-            yield f"{name} d{dim} {_short(dtype)}", made
-            section, new = _section(name, dim, USUAL), given[:4]
-            made = codec.plan_append(arena, section, new, new, _meta(4), _meta(4), _meta(4))
-            yield f"{name} d{dim} {_short(dtype)}", made
+            new, variant = given[:4], f"{name} d{dim} {_short(dtype)}"
+            yield variant, codec.plan_store(arena, layout, given, given, *slots, scores)
+            yield variant, codec.plan_append(arena, section, new, new, *three)
+            yield f"{variant} mirror", codec.plan_append(arena, section, new, new, *three, arena)
         out = _meta(7, 50, dim, dtype=torch.float32)
         table = _meta(7, 9), _meta(7)
         yield f"{name} d{dim}", codec.plan_load(arena, layout, *table, out, out, _meta(7, 50))

@@ -121,8 +121,12 @@ def test_appending_writes_the_bytes_of_the_reference(
     given = (wide[..., :64], wide[..., 64:], slots, places, places + 7)
     some = torch.tensor([0, 2])
     append_tokens.on("reference")(want, moves.target, *(each[some] for each in given))
-    append_tokens.on("cuda")(got, device.section(moves.target), *device.take(*given))
+    section, inputs = device.section(moves.target), device.take(*given)
+    append_tokens.on("cuda")(got, section, *inputs)
     assert torch.equal(got.cpu(), want)
+    both = device.take(moves.arena.clone(), moves.arena.clone())
+    append_tokens.on("cuda")(both[0], section, *inputs, mirror=both[1])
+    assert all(torch.equal(arena.cpu(), want) for arena in both)
 
 
 def test_tokens_at_places_out_of_range_are_not_moved(device: Any) -> None:

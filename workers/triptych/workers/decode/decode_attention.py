@@ -99,13 +99,12 @@ class PlainAttention:
     ) -> Tensor:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         sections, placed = self._sections.of_layer[layer], self._placed
-        for arena in self._memory.arenas:
-            append_tokens(
-                arena, sections[0], key, value, placed.slots, placed.places, placed.positions
-            )
+        where = placed.slots, placed.places, placed.positions
+        memory = self._memory
+        append_tokens(memory.near, sections[0], key, value, *where, mirror=memory.mirror)
         return decode_attention(
             query,
-            self._memory.near,
+            memory.near,
             sections,
             placed.slots,
             scale=scale,
@@ -227,8 +226,8 @@ class PageAttention:
             key, value, slots, places = key[left], value[left], slots[left], places[left]
             positions = positions[left]
         raw = self._sections.of_layer[layer][0]
-        for arena in self._memory.arenas:
-            append_tokens(arena, raw, key, value, slots, places, positions)
+        near, mirror = self._memory.near, self._memory.mirror
+        append_tokens(near, raw, key, value, slots, places, positions, mirror=mirror)
 
     def _due_in(self, layer: int) -> "_Scored | None":
         """Requests to score in a layer."""

@@ -76,9 +76,9 @@ class DevicePages:
         return DevicePages(self.device, self.shared, self.shared)
 
     @property
-    def arenas(self) -> list[Tensor]:
-        """The tensors that a write goes to."""
-        return [self.near, self.shared] if self.is_copied else [self.shared]
+    def mirror(self) -> Tensor | None:
+        """The arena, where kernels that write to the copies write too; None without copies."""
+        return self.shared if self.is_copied else None
 
     def fetch(self, ids: Ids) -> None:
         """Copy pages that other processes have written to the device."""

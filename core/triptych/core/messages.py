@@ -254,6 +254,14 @@ class Request:
         return len(self.prompt) + len(self.output_tokens) - self.skipped
 
     @property
+    def is_scored(self) -> bool:
+        """Whether log probabilities of its prompt are still to be computed.
+
+        They are those of the model, so the prompt neither reads nor joins the prefix cache.
+        """
+        return self.sampling.prompt_logprobs >= 0 and not self.output_tokens
+
+    @property
     def known_prompt_tokens(self) -> int:
         """How many of the ``known`` tokens are of the prompt."""
         return max(0, len(self.prompt) - self.skipped)

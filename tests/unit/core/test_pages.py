@@ -41,7 +41,7 @@ def test_what_is_shared_is_whole_blocks_between_sink_and_window() -> None:
         assert span.stop <= raw <= prompt - made.policy.window_tokens
         assert raw - span.stop < made.block_tokens + tokens or not span
     for copies in (
-        plan(share_pages=False),
+        plan(share_pages=False, repeatable_prompts=False),
         plan(prefix_bytes=0),
         plan(policy="uniform:fp16"),
     ):

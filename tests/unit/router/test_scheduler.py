@@ -84,6 +84,7 @@ def test_the_compressor_hears_what_may_be_kept_of_a_prompt() -> None:
         cache_salt="salt",
         tenant="me",
         token_s=0.25,
+        prompt_tokens=50,
     )
 
 

@@ -235,9 +235,9 @@ class Dispatch:
 
     def _prefix(self, entry: Entry) -> Prefix | None:
         """The prompt that the compressor may add to the prefix cache; None without a cache."""
-        if not self.keeps_prefixes:
-            return None
         request = entry.request
+        if not self.keeps_prefixes or request.is_scored:
+            return None
         return Prefix(
             tokens=pack_tokens(request.known),
             cache_salt=request.cache_salt,

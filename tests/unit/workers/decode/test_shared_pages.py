@@ -352,20 +352,23 @@ def test_a_beginning_is_stored_once_for_all_that_read_it(tiny_model: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("policy", "other", "shares"),
+    ("policy", "other", "is_cached", "shares"),
     [
-        (DIFFKV, "", True),
-        (DIFFKV, "another tenant", False),
-        ({"policy": "uniform:fp16"}, "", False),
+        (DIFFKV, "", True, True),
+        (DIFFKV, "another tenant", False, True),
+        ({"policy": "uniform:fp16"}, "", True, False),
     ],
 )
 def test_only_who_may_shares(
-    tiny_model: Path, policy: dict[str, object], other: str, *, shares: bool
+    tiny_model: Path, policy: dict[str, object], other: str, *, is_cached: bool, shares: bool
 ) -> None:
-    """Clients that share no prefix share no page; 16-bit pages are copied."""
+    """Clients that share no prefix share no page but with the cache; 16-bit pages are copied."""
     with server(tiny_model, policy) as one:
         ask(one, prompt(COMMON))
+        blocks = one.pool.stat().prefix.blocks
         answer = ask(one, [*prompt(COMMON), 5, 6, 7], salt=other)
+        assert (answer.cached_tokens > 0) == is_cached
+        assert (one.pool.stat().prefix.blocks > blocks) == (not is_cached)
         assert (answer.report.shared_bytes > 0) == shares
         check(one)
 

@@ -359,14 +359,9 @@ class PrefixStore:
         pages[write] = pages[read]
 
 
-def asks_for_prompt(request: Request) -> bool:
-    """Whether prompt log probabilities of a request are still to be computed."""
-    return request.sampling.prompt_logprobs >= 0 and not request.output_tokens
-
-
 def _lookable(request: Request) -> Ids:
     """Tokens to look up in the prefix cache: the last one is never loaded."""
-    limit = 0 if asks_for_prompt(request) else request.cached_at_most
+    limit = 0 if request.is_scored else request.cached_at_most
     return np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
 
 

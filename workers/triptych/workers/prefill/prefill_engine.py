@@ -33,7 +33,7 @@ from triptych.kvpool import About, WorkerPool
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.handle_codec import make_handle
-from triptych.workers.kv.prefix_cache import PrefixStore, asks_for_prompt
+from triptych.workers.kv.prefix_cache import PrefixStore
 from triptych.workers.models.runner import Runner
 from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 from triptych.workers.prefill.prefill_attention import ChunkAttention
@@ -175,14 +175,15 @@ class PrefillEngine:
 
     def _prompt(self, pending: PendingRequest) -> Prompt:
         request = pending.request
-        rounded = self.plan.rounded_tokens(request.known_prompt_tokens)
+        blocks_of = 0 if request.is_scored else request.known_prompt_tokens
+        rounded = self.plan.rounded_tokens(blocks_of)
         prompt = Prompt(
             request, pending.due, NO_PAGES, rounded=rounded, layerwise=pending.layerwise
         )
         if prompt.layerwise is not None:
             return prompt
         self._allocate(prompt, self.plan.geometry.layers)
-        if asks_for_prompt(request):
+        if request.is_scored:
             prompt.scores = PromptLogprobRows(request.prompt, request.sampling.prompt_logprobs)
         if self.prefixes is not None:
             self._load_prefix(prompt, self.prefixes)

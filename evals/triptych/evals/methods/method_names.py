@@ -16,6 +16,7 @@ from triptych.evals.methods.full_cache import FullCache, SimulatedFormat, simula
 from triptych.evals.methods.served_engines import EngineMethod
 
 FULL, DEFAULT, SIMULATED, SELECTION = "full", "default", "simulated:", "selection."
+CACHE = "+prefix_cache=true"
 
 COMPARED = (
     DEFAULT,
@@ -36,7 +37,9 @@ def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> 
 
     ``full``, ``default`` (the settings of ``base``), ``simulated:<format>``, or a policy of
     the compressor with settings after it: ``uniform:k8v4+recent_window_tokens=128``, or
-    ``default+selection.method=moments`` for those of ``decode.selection``.
+    ``default+selection.method=moments`` for those of ``decode.selection``. With
+    ``+prefix_cache=true`` the server has its prefix cache, as by default, and so rounds prompts;
+    the cases share nothing.
 
     Raises: ConfigError if the name or a setting is unknown
     """
@@ -46,9 +49,10 @@ def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> 
         form = simulated_format(name.removeprefix(SIMULATED))
         window = Policy.of(base.compressor).window_tokens
         return SimulatedFormat(model_path, form, window)
-    config = base if name == DEFAULT else _with_settings(name, base)
+    settings, has_cache = name.removesuffix(CACHE), name.endswith(CACHE)
+    config = base if settings == DEFAULT else _with_settings(settings, base)
     model = ModelConfig(name=str(model_path), dtype=dtype)
-    return EngineMethod(name, replace(config, model=model), model_path)
+    return EngineMethod(name, replace(config, model=model), model_path, has_cache)
 
 
 def parse_methods(

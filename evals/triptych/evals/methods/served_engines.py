@@ -22,9 +22,10 @@ class EngineMethod:
     name: str
     config: AppConfig
     model_path: Path
+    has_prefix_cache: bool = False
 
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
-        """Serve the cases together, without a prefix cache between them.
+        """Serve the cases together; they share no prefix.
 
         Raises:  ModelError if a request fails, as when the pool is too small for it
         """
@@ -37,12 +38,14 @@ class EngineMethod:
             if isinstance(message, Compressed):
                 handles[message.request] = message
 
-        no_cache = replace(self.config.pool, prefix_bytes=0, disk_path="", disk_bytes=0)
-        config = replace(self.config, pool=no_cache)
+        pool = replace(self.config.pool, disk_path="", disk_bytes=0)
+        if not self.has_prefix_cache:
+            pool = replace(pool, prefix_bytes=0)
+        config = replace(self.config, pool=pool)
         with LocalServer(config, self.model_path, teacher.sample, on_message) as server:
             plan = server.plan
             requests = [
-                server.request(case.prompt, _sampling(case, number))
+                replace(server.request(case.prompt, _sampling(case, number)), cache_salt=case.name)
                 for number, case in enumerate(cases)
             ]
             answers = server.complete(requests)

@@ -173,7 +173,7 @@ def test_keys_of_a_wrong_type_are_an_error(device: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("head_dim", "order", "name"), WAYS)
+@pytest.mark.parametrize(("head_dim", "order", "name"), WAYS[1:8:2])
 def test_rounding_gives_the_bits_of_the_reference(
     head_dim: int, order: KeyOrder, name: str, dtype: torch.dtype, device: Any
 ) -> None:

@@ -30,10 +30,10 @@ check: $(READY) ## format, lint, types, architecture, unit tests
 	@echo "==> ruff"
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
-	@echo "==> pyright"
-	@$(BIN)/pyright
-	@echo "==> import-linter"
-	@$(BIN)/lint-imports --no-logo >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	@echo "==> pyright, import-linter"
+	@$(BIN)/pyright & \
+		$(BIN)/lint-imports --no-logo >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }; \
+		wait $$!
 	@echo "==> architecture and unit tests, examples in docstrings"
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal $(SLOWEST) --doctest-modules \
 		tests/arch tests/unit $(PARTS) -m "not ($(SLOW))"

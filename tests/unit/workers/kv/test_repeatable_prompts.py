@@ -47,8 +47,10 @@ def same(answers: list[Completion]) -> bool:
     return all((one.tokens, one.logprobs) == (first.tokens, first.logprobs) for one in rest)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [*((policy, "bfloat16") for policy in POLICIES), ("diffkv", "float32"), ("fp16", "float32")],
+)
 def test_the_answer_to_a_prompt_is_the_same_whatever_was_cached(
     tiny_model: Path, policy: str, dtype: str
 ) -> None:

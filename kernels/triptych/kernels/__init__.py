@@ -16,7 +16,7 @@ from triptych.kernels.codec import (
     transcode,
 )
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
-from triptych.kernels.decode import decode_attention, score_tokens
+from triptych.kernels.decode import decode_attention, record_scores, score_tokens
 from triptych.kernels.op import Op, observe_ops
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
@@ -59,6 +59,7 @@ __all__ = [
     "plan_retirement",
     "plan_tokens",
     "prefill_attention",
+    "record_scores",
     "rms_norm",
     "rotate",
     "rotate_back",
@@ -86,6 +87,7 @@ OPS: dict[str, Op[..., Any]] = {
         plan_retirement,
         decode_attention,
         score_tokens,
+        record_scores,
         summarize_pages,
         select_pages,
         rms_norm,

@@ -77,6 +77,7 @@ USUAL_VARIANTS = {
     "attend_sections": "k8v4+k4v2+fp16 d128 g4 bf16 listed",
     "merge_runs": "k8v4+k4v2+fp16 d128 g4 bf16",
     "score_run": "k8v4 d128 g4 bf16",
+    "record_rows": "any",
     "score_spans": "moments d128 g4 bf16",
     "choose_pages": "moments d128 g4 bf16 means short",
     "attend_chunks": "past k8v4 d128 g4 bf16 window cap",
@@ -130,14 +131,17 @@ def _scores() -> Iterator[Planned]:
     )
     for dim, name, kind in wanted:
         lse = _meta(4, 8 * kind.group, dtype=torch.float32)
-        cache = [_section(name, dim, kind)]
-        yield (
-            f"{name} d{dim} {kind}",
-            decode.plan_scores(
-                _query(dim, kind), _arena(dim), cache, _meta(4), lse, 0.1, kind.window,
-                kind.softcap, _meta(4), 1.0,
-            ),
-        )  # fmt: skip
+        cache, arena = [_section(name, dim, kind)], _arena(dim)
+        for mirror in (None, arena):
+            yield (
+                f"{name} d{dim} {kind}{'' if mirror is None else ' mirror'}",
+                decode.plan_scores(
+                    _query(dim, kind), arena, cache, _meta(4), lse, 0.1, kind.window,
+                    kind.softcap, _meta(4), 1.0, mirror,
+                ),
+            )  # fmt: skip
+    progress = _meta(4, dtype=torch.int64)
+    yield "any", [decode.plan_record(progress, _meta(4), _meta(4), 3, 32)]
 
 
 def _select() -> Iterator[Planned]:

@@ -87,13 +87,17 @@ def test_every_step_without_scores_is_one_graph(
     assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU))
 
 
-def test_a_step_with_scores_is_not_captured(tiny_model: Path, quick_device: Device) -> None:
-    """Each token at an even position adds to scores; one request at a time has both kinds."""
+@pytest.mark.parametrize("count", [1, 5])
+def test_steps_with_scores_are_graphs_too(
+    tiny_model: Path, quick_device: Device, count: int
+) -> None:
+    """Each token at an even position adds to scores: one request has both kinds of steps."""
     settings = config("diffkv")
     with counted(quick_device) as seen:
-        there = answers(settings, tiny_model, quick_device, count=1)
-    assert 0 < seen["replays"] < seen["steps"]
-    assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU, count=1))
+        there = answers(settings, tiny_model, quick_device, count)
+    assert seen["replays"] == seen["steps"] >= 17
+    assert seen["captures"] <= 2 * len(batch_sizes(8))
+    assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU, count))
 
 
 def test_kernels_of_a_gpu_skip_rows_without_a_slot(tiny_model: Path, device: Device) -> None:
@@ -128,7 +132,8 @@ def test_steps_run_without_graphs_where_a_capture_fails(
 
 
 @ONLY_FAKE
-def test_a_step_is_a_handful_of_calls(tiny_model: Path, quick_device: Device) -> None:
+@pytest.mark.parametrize("policy", ["uniform:fp16", "diffkv"])
+def test_a_step_is_a_handful_of_calls(tiny_model: Path, quick_device: Device, policy: str) -> None:
     """Copies of inputs and token counts, one graph, and the wait for the sampled tokens."""
     from tests.far import PUT, REPLAY, WAIT  # noqa: PLC0415 - there is none beside a GPU
 
@@ -143,12 +148,13 @@ def test_a_step_is_a_handful_of_calls(tiny_model: Path, quick_device: Device) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeEngine, "step", stepping)
-        answers(config("uniform:fp16"), tiny_model, quick_device, count=4)
-    usual = steps[len(steps) // 2]
+        answers(config(policy), tiny_model, quick_device, count=4)
+    usual = min((one for one in steps if REPLAY in one), key=len)
+    tables = 1 if policy == "uniform:fp16" else 3
     assert usual.count(REPLAY) == 1
-    assert usual.count(PUT) == 3  # slots, token counts, inputs of the graph
+    assert usual.count(PUT) == 2 + tables  # slots, token counts of each table, inputs of the graph
     assert usual.count(WAIT) == 2  # the largest logit of each row, and its token
-    assert len(usual) <= 12, usual
+    assert len(usual) <= 12 + 6 * tables, usual
 
 
 @ONLY_FAKE

@@ -4,7 +4,8 @@ A graph replays the same kernels on the same memory. So it takes its inputs from
 which each step copies its tokens, and reads page tables and pages where they always are. Kernels
 find the length of each row on the device; the only shape that a step has is its batch size. A graph
 is captured for a few batch sizes, and other batches are filled up with rows that have no slot:
-nothing is stored for them, and their logits are not read.
+nothing is stored for them, and their logits are not read. Steps in which tokens of a request are
+scored have graphs of their own; which requests those are is an input.
 
 Source: CUDA graphs as in vLLM (one graph for each of some batch sizes)
 """
@@ -18,7 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.workers.decode.decode_attention import NewTokens, Placed, PlainAttention
+from triptych.workers.decode.decode_attention import (
+    NewTokens,
+    Placed,
+    PlainAttention,
+    TokenScores,
+)
 from triptych.workers.device import Captured
 from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import DevicePages
@@ -27,10 +33,10 @@ from triptych.workers.models.runner import Runner
 
 logger = logging.getLogger(__name__)
 
-TOKENS, POSITIONS, SLOTS, PLACES = range(4)
-"""Rows of the input buffer of a graph."""
+TOKENS, POSITIONS, SLOTS, PLACES, SCORED = range(5)
+"""Rows of the input buffer of a graph; ``SCORED``: slots of the requests that are scored."""
 NO_SLOT = -1
-"""Slot and place of rows that fill up a batch."""
+"""Slot and place of rows that fill up a batch, and in ``SCORED`` of those that are not scored."""
 
 
 def batch_sizes(max_requests: int) -> list[int]:
@@ -45,22 +51,25 @@ def batch_sizes(max_requests: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _StepGraph:
-    """The captured step of one batch size."""
+    """The captured step of one batch size, with or without scores."""
 
     captured: Captured
     """Its output is float32 [batch size, vocab]."""
     inputs: Tensor
-    """int32 [4, batch size]."""
+    """int32 [5, batch size]."""
 
 
 class StepGraphs:
-    """The captured decode steps of an engine, at most one for each of ``batch_sizes``."""
+    """The captured decode steps of an engine, at most two for each of ``batch_sizes``."""
 
-    def __init__(self, memory: DevicePages, sections: Sections, max_requests: int) -> None:
+    def __init__(
+        self, memory: DevicePages, sections: Sections, scores: TokenScores, max_requests: int
+    ) -> None:
         self._memory, self._sections, self._device = memory, sections, memory.device
+        self._scores = scores
         self._sizes: Sequence[int] = batch_sizes(max_requests)
         self._every = self._device.put(np.arange(max_requests))
-        self._graphs = dict[int, _StepGraph]()
+        self._graphs = dict[tuple[int, bool], _StepGraph]()
         self._pool = self._device.graph_pool()
         self._failed = False
         """Whether a capture failed; no other one is tried."""
@@ -71,6 +80,7 @@ class StepGraphs:
         runner: Runner,
         memory: DevicePages,
         sections: Sections,
+        scores: TokenScores,
         prefetcher: Prefetcher | None,
         max_requests: int,
     ) -> "StepGraphs | None":
@@ -79,10 +89,10 @@ class StepGraphs:
         """
         if not (memory.device.can_capture and runner.can_capture) or prefetcher is not None:
             return None
-        return cls(memory, sections, max_requests)
+        return cls(memory, sections, scores, max_requests)
 
     def forward(self, runner: Runner, tokens: NDArray[np.int64], new: NewTokens) -> Tensor | None:
-        """Run a step that is plain; None: it must be run without a graph.
+        """Run a step that was not cut short; None: it must be run without a graph.
 
         The logits are valid until the next step.
 
@@ -90,24 +100,25 @@ class StepGraphs:
         """
         if self._failed or not runner.can_capture:
             return None
-        size = self._sizes[bisect_left(self._sizes, len(tokens))]
-        graph = self._graphs.get(size)
+        size, is_scored = self._sizes[bisect_left(self._sizes, len(tokens))], len(new.scored) > 0
+        graph = self._graphs.get((size, is_scored))
         if graph is None:
-            graph = self._capture(runner, size)
+            graph = self._capture(runner, size, is_scored=is_scored)
             if graph is None:
                 return None
-            self._graphs[size] = graph
+            self._graphs[size, is_scored] = graph
         self._device.put_into(graph.inputs, filled_up(size, tokens, new))
         graph.captured.replay()
         return graph.captured.output[: len(tokens)]
 
-    def _capture(self, runner: Runner, size: int) -> _StepGraph | None:
+    def _capture(self, runner: Runner, size: int, *, is_scored: bool) -> _StepGraph | None:
         """Capture the step of a batch size; None, with a warning, if that fails."""
-        rows = np.full((4, size), NO_SLOT, np.int32)
+        rows = np.full((5, size), NO_SLOT, np.int32)
         rows[[TOKENS, POSITIONS]] = 0
         inputs = self._device.put(rows)
         placed = Placed(inputs[SLOTS], inputs[POSITIONS], inputs[PLACES])
-        attend = PlainAttention(self._memory, self._sections, placed)
+        scores = self._scores if is_scored else None
+        attend = PlainAttention(self._memory, self._sections, placed, scores, inputs[SCORED])
 
         def step() -> Tensor:
             every = self._every[:size]
@@ -128,10 +139,11 @@ class StepGraphs:
 
 
 def filled_up(size: int, tokens: NDArray[np.int64], new: NewTokens) -> NDArray[np.int32]:
-    """The inputs of a graph, int32 [4, size]; rows after the batch have no slot."""
+    """The inputs of a graph, int32 [5, size]; rows after the batch have no slot."""
     count = len(tokens)
-    rows = np.full((4, size), NO_SLOT, np.int32)
+    rows = np.full((5, size), NO_SLOT, np.int32)
     rows[TOKENS, :count], rows[POSITIONS, :count] = tokens, new.positions
     rows[SLOTS, :count], rows[PLACES, :count] = new.slots, new.places
     rows[TOKENS, count:] = rows[POSITIONS, count:] = 0
+    rows[SCORED, new.scored] = new.slots[new.scored]
     return rows

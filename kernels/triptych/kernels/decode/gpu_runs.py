@@ -213,7 +213,8 @@ def score_run(
         )
         logits = capped(logits * factor, cap, CAPPED)
         received = tl.max(tl.exp2(logits - sums[:, None]), 0) * weight
-        shown = live & (received > 0)  # excludes NaN, which would stay in the score
+        # Excludes NaN, which would stay in the score, and numbers that atomic additions take for 0.
+        shown = live & (received >= 1.1754944e-38)
         if positions is not None:
             shown = shown & (positions_of(page, row, live, FORM) >= oldest)
         at = (page + FORM.scores).to(tl.pointer_type(tl.float32)) + row

@@ -17,6 +17,7 @@ from triptych.kernels.codec import (
 )
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, record_scores, score_tokens
+from triptych.kernels.draw import draw_tokens
 from triptych.kernels.op import Op, observe_ops
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
@@ -50,6 +51,7 @@ __all__ = [
     "add_norm",
     "append_tokens",
     "decode_attention",
+    "draw_tokens",
     "gate",
     "largest_sums",
     "load_tokens",
@@ -96,6 +98,7 @@ OPS: dict[str, Op[..., Any]] = {
         rotate_kv,
         rotate_back,
         gate,
+        draw_tokens,
     )
 }
 """All operations by name; tests and benchmarks iterate over them."""

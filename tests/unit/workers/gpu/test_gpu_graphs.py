@@ -19,6 +19,7 @@ from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.step_graphs import batch_sizes
 from triptych.workers.device import CPU, Captured, Device
 from triptych.workers.local import Completion, LocalServer
+from triptych.workers.sampling.sampler import SamplerRow, sample
 
 GREEDY = Sampling(temperature=0.0, max_tokens=18, ignore_eos=True)
 ONLY_FAKE = pytest.mark.skipif(torch.cuda.is_available(), reason="only the fake device counts")
@@ -153,8 +154,31 @@ def test_a_step_is_a_handful_of_calls(tiny_model: Path, quick_device: Device, po
     tables = 1 if policy == "uniform:fp16" else 3
     assert usual.count(REPLAY) == 1
     assert usual.count(PUT) == 2 + tables  # slots, token counts of each table, inputs of the graph
-    assert usual.count(WAIT) == 2  # the largest logit of each row, and its token
+    assert usual.count(WAIT) == 1  # the tokens
     assert len(usual) <= 12 + 6 * tables, usual
+
+
+@ONLY_FAKE
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_batch_is_sampled_in_a_few_launches_and_one_wait(
+    quick_device: Device, temperature: float
+) -> None:
+    from tests.far import WAIT  # noqa: PLC0415 - there is none beside a GPU
+
+    asked: list[str] = quick_device.asked  # type: ignore[attr-defined]
+    rows = [
+        SamplerRow(
+            Sampling(temperature=temperature, top_p=0.9, top_k=i, min_p=0.01, seed=i), [], []
+        )
+        for i in range(32)
+    ]
+    logits = torch.randn(32, 300)
+    there, start = quick_device.put(logits.numpy()), len(asked)
+    drawn = sample(there, rows)
+    calls = asked[start:]
+    assert calls.count(WAIT) == 1
+    assert len(calls) <= 6 + 1, calls
+    assert drawn == sample(logits, rows)
 
 
 @ONLY_FAKE

@@ -18,6 +18,7 @@ from triptych.core.messages import Sampling
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.step_graphs import batch_sizes
 from triptych.workers.device import CPU, Captured, Device
+from triptych.workers.factory import capture_usual_steps
 from triptych.workers.local import Completion, LocalServer
 from triptych.workers.sampling.sampler import SamplerRow, sample
 
@@ -108,6 +109,23 @@ def test_kernels_of_a_gpu_skip_rows_without_a_slot(tiny_model: Path, device: Dev
         there = answers(settings, tiny_model, device, count=3)
     assert seen["replays"] == seen["steps"]
     assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU, count=3))
+
+
+def test_usual_steps_are_captured_before_requests_come(
+    tiny_model: Path, quick_device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, prompt = config("diffkv"), [5, 6, 7]
+    with (
+        counted(quick_device) as seen,
+        LocalServer(settings, tiny_model, device=quick_device) as server,
+    ):
+        with caplog.at_level(logging.INFO):
+            capture_usual_steps(server._loop._engines)
+        before = seen["captures"]
+        server.complete([server.request(prompt, GREEDY) for _ in range(3)])
+    assert before == seen["captures"] == 2 * len(batch_sizes(8))
+    assert seen["replays"] == seen["steps"]
+    assert "captured 8 decode steps of up to 8 requests as graphs in" in caplog.text
 
 
 def test_steps_run_without_graphs_where_a_capture_fails(

@@ -106,6 +106,11 @@ class TokenScores:
         shared = memory.device.share(progress.view(np.uint8))
         self._progress = shared.view(torch.int64)
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether the policy scores tokens while it generates."""
+        return self._weight > 0
+
     def add(
         self,
         layer: int,

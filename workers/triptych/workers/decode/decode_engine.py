@@ -125,6 +125,11 @@ class DecodeEngine:
             self._selector,
         )
 
+    def capture_usual_steps(self) -> None:
+        """Capture the usual steps as graphs, before requests come; nothing to do on a CPU."""
+        if self._graphs is not None:
+            self._graphs.capture_usual(self.runner)
+
     # ---------------------------------------------------------------- the Engine protocol
 
     def accept(self, message: Message) -> Iterable[Send] | None:

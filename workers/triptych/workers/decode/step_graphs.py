@@ -11,6 +11,7 @@ Source: CUDA graphs as in vLLM (one graph for each of some batch sizes)
 """
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ TOKENS, POSITIONS, SLOTS, PLACES, SCORED = range(5)
 """Rows of the input buffer of a graph; ``SCORED``: slots of the requests that are scored."""
 NO_SLOT = -1
 """Slot and place of rows that fill up a batch, and in ``SCORED`` of those that are not scored."""
+USUAL_REQUESTS = 64
+"""Batches up to this size are captured before requests come. Others are captured at their first
+use: each graph keeps memory for its logits."""
 
 
 def batch_sizes(max_requests: int) -> list[int]:
@@ -91,6 +95,24 @@ class StepGraphs:
             return None
         return cls(memory, sections, scores, max_requests)
 
+    def capture_usual(self, runner: Runner) -> None:
+        """Capture the steps of the usual batch sizes, the largest first: others use its memory.
+
+        Most of the time goes to kernels that are compiled for the first time.
+        """
+        if not runner.can_capture:
+            return
+        begun = time.perf_counter()
+        for size in reversed([one for one in self._sizes if one <= USUAL_REQUESTS]):
+            for is_scored in (True, False) if self._scores.are_kept else (False,):
+                self._graph(runner, size, is_scored=is_scored)
+        logger.info(
+            "captured %d decode steps of up to %d requests as graphs in %.1f s",
+            len(self._graphs),
+            max((size for size, _ in self._graphs), default=0),
+            time.perf_counter() - begun,
+        )
+
     def forward(self, runner: Runner, tokens: NDArray[np.int64], new: NewTokens) -> Tensor | None:
         """Run a step that was not cut short; None: it must be run without a graph.
 
@@ -98,18 +120,24 @@ class StepGraphs:
 
         Shapes:  tokens (B,) -> (B, vocab) float32
         """
-        if self._failed or not runner.can_capture:
+        if not runner.can_capture:
             return None
-        size, is_scored = self._sizes[bisect_left(self._sizes, len(tokens))], len(new.scored) > 0
-        graph = self._graphs.get((size, is_scored))
+        size = self._sizes[bisect_left(self._sizes, len(tokens))]
+        graph = self._graph(runner, size, is_scored=len(new.scored) > 0)
         if graph is None:
-            graph = self._capture(runner, size, is_scored=is_scored)
-            if graph is None:
-                return None
-            self._graphs[size, is_scored] = graph
+            return None
         self._device.put_into(graph.inputs, filled_up(size, tokens, new))
         graph.captured.replay()
         return graph.captured.output[: len(tokens)]
+
+    def _graph(self, runner: Runner, size: int, *, is_scored: bool) -> _StepGraph | None:
+        """The graph of a batch size, captured at its first use; None: captures fail."""
+        graph = self._graphs.get((size, is_scored))
+        if graph is None and not self._failed:
+            graph = self._capture(runner, size, is_scored=is_scored)
+            if graph is not None:
+                self._graphs[size, is_scored] = graph
+        return graph
 
     def _capture(self, runner: Runner, size: int, *, is_scored: bool) -> _StepGraph | None:
         """Capture the step of a batch size; None, with a warning, if that fails."""

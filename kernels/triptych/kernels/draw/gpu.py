@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.draw.gpu_rows import draw_rows
+from triptych.kernels.draw.gpu_draws import draw_rows
 from triptych.kernels.draw.reference import SETTINGS
 from triptych.kernels.triton.launch import Launch, check_device, dense
 

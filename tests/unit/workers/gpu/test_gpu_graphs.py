@@ -103,8 +103,8 @@ def test_steps_with_scores_are_graphs_too(
 
 
 def test_kernels_of_a_gpu_skip_rows_without_a_slot(tiny_model: Path, device: Device) -> None:
-    """Three requests in a graph of four, some of them scored, with the kernels of a GPU."""
-    settings = config("diffkv")
+    """Three requests in a graph of four, with the kernels of a GPU."""
+    settings = config("uniform:k8v4")
     with counted(device) as seen:
         there = answers(settings, tiny_model, device, count=3)
     assert seen["replays"] == seen["steps"]

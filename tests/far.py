@@ -32,8 +32,8 @@ _queue: list[str] = []
 """What was asked since the host waited last."""
 _asked: list[str] = []
 """All that was asked: kernels, ``PUT``, ``WAIT``, ``REPLAY``."""
-_captured: list[Callable[[], Any]] | None = None
-"""What a graph that is being captured will do; None: no graph is."""
+_captured: list[tuple[str, Callable[[], Any]]] | None = None
+"""What a graph that is being captured will do, by name; None: no graph is."""
 
 PUT, WAIT, REPLAY = "put", "wait", "replay"
 
@@ -54,7 +54,7 @@ def _refuse_in_graph(name: str) -> None:
         raise RuntimeError(f"{name}: refused while a graph is captured")
 
 
-def _keep_in_graph(work: Callable[[], Any], found: Any) -> None:
+def _keep_in_graph(name: str, work: Callable[[], Any], found: Any) -> None:
     """Do the work in each replay, and write what it returns where the capture has it."""
     if _captured is None:
         return
@@ -66,7 +66,7 @@ def _keep_in_graph(work: Callable[[], Any], found: Any) -> None:
             if mine.data_ptr() != its.data_ptr():
                 mine.copy_(its)
 
-    _captured.append(again)
+    _captured.append((name, again))
 
 
 class FarTensor(Tensor):
@@ -115,7 +115,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not isinstance(args[1], FarTensor) and args[1].dim():
             _refuse_in_graph(PUT)
         target.copy_(source)
-        _keep_in_graph(lambda: target.copy_(source), target)
+        _keep_in_graph(str(func), lambda: target.copy_(source), target)
         return args[0]
     inner_args, inner_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
     if func is torch.ops.aten._to_copy.default:
@@ -127,7 +127,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return copy
         if not isinstance(args[0], FarTensor):
             _refuse_in_graph(PUT)
-        _keep_in_graph(lambda: func(*inner_args, **inner_kwargs), copy)
+        _keep_in_graph(str(func), lambda: func(*inner_args, **inner_kwargs), copy)
         return FarTensor(copy)
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and not isinstance(leaf, FarTensor) and leaf.dim():
@@ -135,7 +135,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if inner_kwargs.get("device") is not None:
         inner_kwargs["device"] = torch.device("cpu")
     found = func(*inner_args, **inner_kwargs)
-    _keep_in_graph(lambda: func(*inner_args, **inner_kwargs), found)
+    _keep_in_graph(str(func), lambda: func(*inner_args, **inner_kwargs), found)
     return tree_map(_outer, found)
 
 
@@ -195,7 +195,7 @@ class FarDevice(Device):
     def capture(self, work: Callable[[], Tensor], pool: object) -> Captured:
         """Runs the work too, but what it computes is overwritten."""
         global _captured
-        _captured = graph = list[Callable[[], Any]]()
+        _captured = graph = list[tuple[str, Callable[[], Any]]]()
         try:
             output = work()
         finally:
@@ -204,10 +204,14 @@ class FarDevice(Device):
 
         def replay() -> None:
             _ask(REPLAY)
-            for again in graph:
+            for name, again in graph:
+                self.before_each(name)
                 again()
 
         return Captured(replay, output)
+
+    def before_each(self, name: str) -> None:
+        """Called in a replay before each part of the graph; a test may end the process here."""
 
     @property
     def pending(self) -> list[str]:
@@ -237,7 +241,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Device:
         _ask(one.name)
         inner = replace(one, arguments=tree_map(_inner, one.arguments))
         run(inner)
-        _keep_in_graph(partial(run, inner), None)
+        _keep_in_graph(one.name, partial(run, inner), None)
 
     monkeypatch.setattr(Launch, "run", run_inner)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # has no place for subclasses
@@ -262,7 +266,7 @@ def _run_near(name: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         {at: _unwrapped(kwargs[at]) for at in kwargs},
     )  # fmt: skip
     found = work()
-    _keep_in_graph(work, found)
+    _keep_in_graph(name, work, found)
     return tree_map(_outer, found)
 
 
@@ -274,14 +278,22 @@ def _with_slots_only(name: str, kernel: Any, args: list[Any], kwargs: dict[str, 
         return (
             kernel(arena, section, *(row[live] for row in rows), **kwargs) if live.any() else None
         )
-    if name == "decode_attention" and not (live := args[3] >= 0).all():
-        query, arena, sections, slots = args
-        out = torch.full_like(query, torch.nan, dtype=torch.float32)
-        if live.any():
-            kept = {at: item[live] if at == "positions" else item for at, item in kwargs.items()}
-            out[live] = kernel(query[live], arena, sections, slots[live], **kept)
-        return out
-    return kernel(*args, **kwargs)
+    if name not in ("decode_attention", "score_tokens") or (live := args[3] >= 0).all():
+        return kernel(*args, **kwargs)
+    query, arena, sections, slots, *lse = args
+    kept = {at: item[live] if at == "positions" else item for at, item in kwargs.items()}
+    some = query[live], arena, sections, slots[live], *(each[live] for each in lse)
+    if name == "score_tokens":
+        return kernel(*some, **kept) if live.any() else None
+    out = torch.full_like(query, torch.nan, dtype=torch.float32)
+    sums = kept.get("lse")
+    if live.any():
+        if sums is not None:
+            kept["lse"] = sums[live]
+        out[live] = kernel(*some, **kept)
+        if sums is not None:
+            sums[live] = kept["lse"]
+    return out
 
 
 def _check_all_far(name: str, values: Iterable[Any]) -> None:

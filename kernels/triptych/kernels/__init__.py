@@ -16,7 +16,8 @@ from triptych.kernels.codec import (
     transcode,
 )
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
-from triptych.kernels.decode import decode_attention, score_tokens
+from triptych.kernels.decode import decode_attention, record_scores, score_tokens
+from triptych.kernels.draw import draw_tokens
 from triptych.kernels.op import Op, observe_ops
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
@@ -50,6 +51,7 @@ __all__ = [
     "add_norm",
     "append_tokens",
     "decode_attention",
+    "draw_tokens",
     "gate",
     "largest_sums",
     "load_tokens",
@@ -59,6 +61,7 @@ __all__ = [
     "plan_retirement",
     "plan_tokens",
     "prefill_attention",
+    "record_scores",
     "rms_norm",
     "rotate",
     "rotate_back",
@@ -86,6 +89,7 @@ OPS: dict[str, Op[..., Any]] = {
         plan_retirement,
         decode_attention,
         score_tokens,
+        record_scores,
         summarize_pages,
         select_pages,
         rms_norm,
@@ -94,6 +98,7 @@ OPS: dict[str, Op[..., Any]] = {
         rotate_kv,
         rotate_back,
         gate,
+        draw_tokens,
     )
 }
 """All operations by name; tests and benchmarks iterate over them."""

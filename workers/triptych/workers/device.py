@@ -141,6 +141,12 @@ def _pinned(numbers: Numbers) -> Tensor:
     return tensor.pin_memory() if 0 < numbers.nbytes <= _PINNED_BYTES else tensor
 
 
+def put_beside(tensor: Tensor, numbers: Numbers) -> Tensor:
+    """A tensor of an array, on the device of another tensor."""
+    source = _pinned(numbers) if tensor.is_cuda else torch.from_numpy(numbers)
+    return source.to(tensor.device, non_blocking=True)
+
+
 class _Mapped:
     """Host memory that is mapped for the GPU; torch keeps this object while a tensor uses it."""
 

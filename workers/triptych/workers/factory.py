@@ -1,6 +1,6 @@
 """Builds the engines of one process: loads the model once, then makes one engine per stage."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +122,17 @@ def make_engines(
         ),
     }
     return [makers[stage]() for stage in stages]
+
+
+def capture_usual_steps(engines: Iterable[Engine]) -> None:
+    """Capture the usual decode steps as graphs of a GPU.
+
+    Compiling their kernels can take longer than the router waits for a step, so call this before
+    requests come.
+    """
+    for engine in engines:
+        if isinstance(engine, DecodeEngine):
+            engine.capture_usual_steps()
 
 
 def actor_config(config: AppConfig, stage: Stage) -> ActorConfig:

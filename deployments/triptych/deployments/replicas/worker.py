@@ -31,7 +31,14 @@ from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
 from triptych.kvpool import Fetcher, PoolClient
 from triptych.workers.decode.checkpoint import checkpoint_bytes
-from triptych.workers.factory import cores_for, device_of, load_model, make_engines, prefix_store
+from triptych.workers.factory import (
+    capture_usual_steps,
+    cores_for,
+    device_of,
+    load_model,
+    make_engines,
+    prefix_store,
+)
 from triptych.workers.kv.remote_fetch import RemoteFetch
 from triptych.workers.loop import StageLoop
 
@@ -174,6 +181,7 @@ class WorkerReplica:
             prefixes=self._prefixes,
             device=self._device,
         )
+        capture_usual_steps(engines)
         cores = cores_for(plan.config, self._stages, plan.turns)
         loaded = self._loaded_model
         grammars = loaded.answers.grammars if loaded is not None else None

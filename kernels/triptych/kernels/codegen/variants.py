@@ -17,6 +17,8 @@ from triptych.kernels.codec import gpu as codec
 from triptych.kernels.compact import Retirement
 from triptych.kernels.compact import gpu as compact
 from triptych.kernels.decode import gpu as decode
+from triptych.kernels.draw import gpu as draw
+from triptych.kernels.draw.reference import SETTINGS
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.pointwise import gpu as pointwise
@@ -57,7 +59,9 @@ HALF = Kind(torch.float16)
 
 def all_variants() -> dict[tuple[str, str], Launch]:
     """Launches of all kernels by kernel and variant, without duplicates."""
-    planned = chain(_decode(), _scores(), _select(), _prefill(), _codec(), _compact(), _pointwise())
+    planned = chain(
+        _decode(), _scores(), _select(), _prefill(), _codec(), _compact(), _pointwise(), _draw()
+    )
     made, seen = dict[tuple[str, str], Launch](), set[str]()
     for variant, launch in ((name, launch) for name, many in planned for launch in many):
         key = f"{launch.name} {launch.source().signature} {launch.constants}"
@@ -77,6 +81,7 @@ USUAL_VARIANTS = {
     "attend_sections": "k8v4+k4v2+fp16 d128 g4 bf16 listed",
     "merge_runs": "k8v4+k4v2+fp16 d128 g4 bf16",
     "score_run": "k8v4 d128 g4 bf16",
+    "record_rows": "any",
     "score_spans": "moments d128 g4 bf16",
     "choose_pages": "moments d128 g4 bf16 means short",
     "attend_chunks": "past k8v4 d128 g4 bf16 window cap",
@@ -94,6 +99,7 @@ USUAL_VARIANTS = {
     "gate_rows": "bf16",
     "rotate_all": "d128 g4 bf16",
     "rotate_outputs": "d128 g4 bf16",
+    "draw_rows": "drawn",
 }
 """The variant of each kernel that tests compile: a usual one that needs many registers."""
 
@@ -130,14 +136,17 @@ def _scores() -> Iterator[Planned]:
     )
     for dim, name, kind in wanted:
         lse = _meta(4, 8 * kind.group, dtype=torch.float32)
-        cache = [_section(name, dim, kind)]
-        yield (
-            f"{name} d{dim} {kind}",
-            decode.plan_scores(
-                _query(dim, kind), _arena(dim), cache, _meta(4), lse, 0.1, kind.window,
-                kind.softcap, _meta(4), 1.0,
-            ),
-        )  # fmt: skip
+        cache, arena = [_section(name, dim, kind)], _arena(dim)
+        for mirror in (None, arena):
+            yield (
+                f"{name} d{dim} {kind}{'' if mirror is None else ' mirror'}",
+                decode.plan_scores(
+                    _query(dim, kind), arena, cache, _meta(4), lse, 0.1, kind.window,
+                    kind.softcap, _meta(4), 1.0, mirror,
+                ),
+            )  # fmt: skip
+    progress = _meta(4, dtype=torch.int64)
+    yield "any", [decode.plan_record(progress, _meta(4), _meta(4), 3, 32)]
 
 
 def _select() -> Iterator[Planned]:
@@ -241,6 +250,13 @@ def _pointwise() -> Iterator[Planned]:
                 pointwise.plan_rotate_back(exact, query),
             ],
         )
+
+
+def _draw() -> Iterator[Planned]:
+    logits, out = _meta(4, 32_000).float(), _meta(4, dtype=torch.int64)
+    settings = _meta(SETTINGS, 4, dtype=torch.float64)
+    yield "drawn", [draw.plan_draw(logits, settings, out)]
+    yield "greedy", [draw.plan_draw(logits, None, out)]
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -20,3 +20,12 @@ score_tokens = Op(
         "cuda": "triptych.kernels.decode.gpu:score_tokens",
     },
 )
+
+record_scores = Op(
+    name="record_scores",
+    spec=reference.record_scores,
+    fast={
+        "cpu": "triptych.kernels.decode.cpu:record_scores",
+        "cuda": "triptych.kernels.decode.gpu:record_scores",
+    },
+)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels.codegen.numba_runtime import team_address, team_threads
-from triptych.kernels.decode import flash_decoding
+from triptych.kernels.decode import flash_decoding, reference
 from triptych.kernels.decode.page_step import PageStep, page_step_address, scratch_floats
 from triptych.kernels.page_lists import PageLists, page_list_words
 from triptych.kernels.pages import Section, check_arena, check_indices
@@ -53,12 +53,24 @@ def score_tokens(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     weight: float = 1.0,
+    mirror: Tensor | None = None,
 ) -> None:
     """See ``reference.score_tokens``."""
     if weight <= 0:
         raise ConfigError(f"score_tokens: weight={weight}: expected > 0")
     transform = LogitTransform(scale, window, softcap)
     _attend(query, arena, sections, slots, transform, positions, lse=lse, weight=weight)
+    if mirror is not None:
+        reference.copy_scores(arena, mirror, sections, slots)
+
+
+def record_scores(
+    progress: Tensor, slots: Tensor, positions: Tensor, layer: int, layers: int
+) -> None:
+    """See ``reference.record_scores``."""
+    counts, at, seen = progress.numpy(), slots.numpy(), positions.numpy()
+    live = at >= 0
+    counts[at[live]] = seen[live].astype(np.int64) * layers + layer + 1
 
 
 class LogitTransform(NamedTuple):

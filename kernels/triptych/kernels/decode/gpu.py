@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, score_run
+from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, record_rows, score_run
 from triptych.kernels.page_lists import PageLists, check_page_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.triton.launch import (
@@ -104,12 +104,23 @@ def score_tokens(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     weight: float = 1.0,
+    mirror: Tensor | None = None,
 ) -> None:
-    """See ``reference.score_tokens``; a head row with a page id out of range gets no scores."""
+    """See ``reference.score_tokens``; a head row with a page id out of range gets no scores.
+
+    Nor does a row with slot -1, so that all rows of a batch can be given.
+    """
     for launch in plan_scores(
-        query, arena, sections, slots, lse, scale, window, softcap, positions, weight
+        query, arena, sections, slots, lse, scale, window, softcap, positions, weight, mirror
     ):
         launch.run()
+
+
+def record_scores(
+    progress: Tensor, slots: Tensor, positions: Tensor, layer: int, layers: int
+) -> None:
+    """See ``reference.record_scores``."""
+    plan_record(progress, slots, positions, layer, layers).run()
 
 
 def plan(
@@ -174,22 +185,47 @@ def plan_scores(
     softcap: float,
     positions: Tensor | None,
     weight: float,
+    mirror: Tensor | None,
 ) -> list[Launch]:
     """The launches of ``score_tokens``: one for each section."""
+    if mirror is not None and mirror.shape != arena.shape:
+        raise ConfigError(
+            f"score_tokens: mirror {tuple(mirror.shape)}: expected {tuple(arena.shape)}"
+        )
+    check_device("score_tokens", arena, mirror)
     prepared = _prepare(
         "score_tokens", query, arena, sections, slots, window, positions, lse, is_paged=False
     )
     launches: list[Launch] = []
     for section, runs in zip(sections, prepared.runs, strict=True):
         arguments = (
-            prepared.query, arena, prepared.slots, prepared.positions, lse, arena.shape[0],
-            *factors_of(scale, softcap), window, float(weight), *section_arguments(section),
+            prepared.query, arena, mirror, prepared.slots, prepared.positions, lse,
+            arena.shape[0], *factors_of(scale, softcap), window, float(weight),
+            *section_arguments(section),
         )  # fmt: skip
         form = {"FORM": form_of(section.layout), "BACKWARD": section.backward, "RUNS": runs}
         constants = {**prepared.constants(softcap), **form}
         grid = (runs, prepared.kv_heads, len(query))
         launches.append(Launch(score_run, grid, arguments, constants, *prepared.tile.size))
     return launches
+
+
+def plan_record(
+    progress: Tensor, slots: Tensor, positions: Tensor, layer: int, layers: int
+) -> Launch:
+    """The launch of ``record_scores``."""
+    check_indices(slots, positions)
+    check_device("record_scores", progress, slots, positions)
+    if progress.dtype != torch.int64 or progress.dim() != 1 or not progress.is_contiguous():
+        raise ConfigError(
+            f"record_scores: progress {tuple(progress.shape)} {progress.dtype}: expected "
+            "contiguous int64 [slots]"
+        )
+    rows = len(slots)
+    arguments = (
+        progress, len(progress), slots.contiguous(), positions.contiguous(), rows, layer, layers,
+    )  # fmt: skip
+    return Launch(record_rows, (1,), arguments, {"BLOCK": power_of_two(rows)}, warps=1, stages=1)
 
 
 @dataclass(frozen=True, slots=True)

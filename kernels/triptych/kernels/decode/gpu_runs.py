@@ -180,7 +180,7 @@ def attend_tokens(
 
 @triton.jit
 def score_run(
-    query, arena, slots, positions, lse, page_count, scale, cap, window, weight,
+    query, arena, mirror, slots, positions, lse, page_count, scale, cap, window, weight,
     table, tokens, slot_count, width, by_slot, by_head, by_page, count_slot, count_head,
     FORM: tl.constexpr, BACKWARD: tl.constexpr, RUNS: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
@@ -188,7 +188,8 @@ def score_run(
 ):  # fmt: skip
     """Add weights to the scores of a run of tokens; atomic, as requests may share a page.
 
-    Grid: runs of one section, KV heads, requests.
+    Grid: runs of one section, KV heads, requests. ``mirror``: None, or an arena with the same
+    pages, into which the sums are stored.
     """
     table, width, count = row_of(
         table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head
@@ -212,11 +213,30 @@ def score_run(
         )
         logits = capped(logits * factor, cap, CAPPED)
         received = tl.max(tl.exp2(logits - sums[:, None]), 0) * weight
-        shown = live & (received > 0)  # excludes NaN, which would stay in the score
+        # Excludes NaN, which would stay in the score, and numbers that atomic additions take for 0.
+        shown = live & (received >= 1.1754944e-38)
         if positions is not None:
             shown = shown & (positions_of(page, row, live, FORM) >= oldest)
         at = (page + FORM.scores).to(tl.pointer_type(tl.float32)) + row
-        tl.atomic_add(at, received, mask=shown, sem="relaxed")
+        before = tl.atomic_add(at, received, mask=shown, sem="relaxed")
+        if mirror is not None:
+            other = mirror + (page.to(tl.int64) - arena.to(tl.int64))
+            at = (other + FORM.scores).to(tl.pointer_type(tl.float32)) + row
+            tl.store(at, before + received, mask=shown)
+
+
+@triton.jit
+def record_rows(
+    progress, slot_count, slots, positions, rows, layer, layers, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store the number of layers that are scored; a launch of its own, so that it comes after the
+    scores. Grid: 1.
+    """
+    row = tl.arange(0, BLOCK)
+    slot = tl.load(slots + row, mask=row < rows, other=-1)
+    position = tl.load(positions + row, mask=row < rows, other=0).to(tl.int64)
+    known = (slot >= 0) & (slot < slot_count)
+    tl.store(progress + slot, position * layers + layer + 1, mask=known)
 
 
 @triton.jit

@@ -59,11 +59,14 @@ def score_tokens(
     softcap: float = 0.0,
     positions: Tensor | None = None,
     weight: float = 1.0,
+    mirror: Tensor | None = None,
 ) -> None:
     """Add the attention that each stored token receives from the query to its score in its page.
 
     A token's score grows by ``weight`` times the largest softmax weight among the query
     heads of its KV head. ``lse`` comes from ``decode_attention`` with the same arguments.
+    ``mirror``: another arena with the same pages, into which the new scores are copied; then no
+    two requests share a page.
 
     Shapes:  as ``decode_attention``
     Source:  DiffKV (significance while generating: the maximum over the group's heads)
@@ -81,6 +84,33 @@ def score_tokens(
         scores = segments(arena, section.layout).scores
         scores[page, row] += received[..., start : start + len(token)][live]
         start += len(token)
+    if mirror is not None:
+        copy_scores(arena, mirror, sections, slots)
+
+
+def copy_scores(source: Tensor, target: Tensor, sections: Sequence[Section], slots: Tensor) -> None:
+    """Copy the scores of all pages of some slots to an arena with the same pages."""
+    for section in sections:
+        pages, tokens = section.forward_pages[slots.long()], section.tokens[slots.long()]
+        ordinal = torch.arange(pages.shape[-1], device=pages.device)
+        used = pages[ordinal < -(-tokens // section.layout.tokens)[..., None]].long()
+        kept, written = (segments(each, section.layout).scores for each in (target, source))
+        kept[used] = written[used]
+
+
+def record_scores(
+    progress: Tensor, slots: Tensor, positions: Tensor, layer: int, layers: int
+) -> None:
+    """Record that the scores of a layer are added for the tokens at some positions.
+
+    ``progress`` counts, for each slot, the layers whose scores are added, over all positions; -1:
+    no slot.
+
+    Shapes:  progress [slots of the batch]; slots, positions [R]
+    Dtypes:  progress int64; slots and positions int32
+    """
+    live = slots >= 0
+    progress[slots[live].long()] = positions[live].long() * layers + layer + 1
 
 
 def _listed(page_lists: PageLists, sections: Sequence[Section], slots: Tensor) -> Tensor:

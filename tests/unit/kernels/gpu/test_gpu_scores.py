@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS
-from triptych.kernels import Section, decode_attention, score_tokens
+from triptych.kernels import Section, decode_attention, record_scores, score_tokens
 
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""
@@ -121,3 +121,48 @@ def test_an_lse_of_a_wrong_shape_is_an_error(device: Any, new_cache: NewCache) -
         score_tokens.on("cuda")(
             query, cache.arena.to(device.name), [section], slots, lse, scale=1.0
         )
+
+
+def test_new_scores_are_copied_to_a_mirror_and_rows_without_a_slot_are_skipped(
+    device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=40)
+    section = cache.fill("k8v4", [[40, 5], [3, 90], [70, 70]]).section
+    (arena,), (mirror,) = device.take(cache.arena.clone()), device.take(cache.arena.clone())
+    query, slots, positions = device.take(
+        torch.randn(3, 4, 64), torch.tensor([2, -1, 0]).int(), torch.tensor([92, 7, 92]).int()
+    )
+    lse = torch.empty(3, 4, device=device.name)
+    sections = [device.section(section)]
+    whole = torch.tensor([2, 1, 0], dtype=torch.int32, device=device.name)
+    options = {"scale": 0.1, "positions": positions, "window": 90}
+    decode_attention.on("cuda")(query, arena, sections, whole, lse=lse, **options)
+    want = cache.arena.clone()
+    some = [0, 2]
+    score_tokens.on("reference")(
+        query[some].cpu(), want, [section], slots[some].cpu(), lse[some].cpu(), scale=0.1,
+        positions=positions[some].cpu(), window=90,
+    )  # fmt: skip
+    score_tokens.on("cuda")(query, arena, sections, slots, lse, mirror=mirror, **options)
+    assert torch.equal(arena, mirror)
+    assert not torch.equal(arena.cpu(), cache.arena)
+    words = (arena.cpu() != want).view(len(want), -1, 4).any(2)  # else NaN of unused bytes
+    mine, its = arena.cpu().view(torch.float32)[words], want.view(torch.float32)[words]
+    torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cuda"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_progress_is_recorded_for_rows_with_a_slot(backend: str, rows: int, device: Any) -> None:
+    slots = torch.tensor([3, -1, 0, 6, -1])[:rows].int()
+    positions = torch.tensor([100, 7, 2**30, 0, 3])[:rows].int()
+    progress = torch.full((8,), -5, dtype=torch.int64)
+    want = progress.clone()
+    for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+        if slot >= 0:
+            want[slot] = position * 48 + 17
+    inputs = (progress, slots, positions)
+    if backend == "cuda":
+        inputs = device.take(*inputs)
+    record_scores.on(backend)(*inputs, 16, 48)
+    assert torch.equal(inputs[0].cpu(), want)

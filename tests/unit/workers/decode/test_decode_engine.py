@@ -5,7 +5,7 @@ import torch
 
 from triptych.core.layout import FORMATS, Geometry, PageLayout
 from triptych.kernels.pages import segments
-from triptych.workers.decode.decode_attention import NewTokens, PageAttention
+from triptych.workers.decode.decode_attention import NewTokens, PageAttention, TokenScores
 from triptych.workers.device import CPU
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
@@ -22,8 +22,9 @@ def test_scores_are_updated_by_position_whatever_else_is_in_the_batch() -> None:
     slots, positions = np.arange(3, dtype=np.int32), np.array([7, 8, 12], np.int32)
     progress = np.zeros(3, np.int64)
     memory, sections = DevicePages(CPU, arena, arena), Sections([table], CPU)
+    token_scores = TokenScores(memory, sections, None, 4, progress)
     new = NewTokens.count(table, slots, positions, 4, progress)
-    step = PageAttention(memory, sections, new, 4, progress)
+    step = PageAttention(memory, sections, new, token_scores)
     query, key, value = torch.randn(3, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)
     mixed = step(0, query, key, value, scale=0.2, window=0, softcap=0.0)
     assert torch.allclose(mixed, value.repeat_interleave(2, 1), atol=2e-3)
@@ -33,7 +34,7 @@ def test_scores_are_updated_by_position_whatever_else_is_in_the_batch() -> None:
     assert progress.tolist() == [0, 9, 13]
     table.tokens[:] = 0  # the step is done again, as it is when its worker died
     new = NewTokens.count(table, slots, positions, 4, progress)
-    PageAttention(memory, sections, new, 4, progress)(
+    PageAttention(memory, sections, new, token_scores)(
         0, query, key, value, scale=0.2, window=0, softcap=0.0
     )
     assert torch.allclose(scores[:, :, 0], torch.tensor([[0.0], [4.0], [4.0]]).expand(3, 2))

@@ -18,7 +18,9 @@ from triptych.core.messages import Sampling
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.step_graphs import batch_sizes
 from triptych.workers.device import CPU, Captured, Device
+from triptych.workers.factory import capture_usual_steps
 from triptych.workers.local import Completion, LocalServer
+from triptych.workers.sampling.sampler import SamplerRow, sample
 
 GREEDY = Sampling(temperature=0.0, max_tokens=18, ignore_eos=True)
 ONLY_FAKE = pytest.mark.skipif(torch.cuda.is_available(), reason="only the fake device counts")
@@ -87,13 +89,17 @@ def test_every_step_without_scores_is_one_graph(
     assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU))
 
 
-def test_a_step_with_scores_is_not_captured(tiny_model: Path, quick_device: Device) -> None:
-    """Each token at an even position adds to scores; one request at a time has both kinds."""
+@pytest.mark.parametrize("count", [1, 5])
+def test_steps_with_scores_are_graphs_too(
+    tiny_model: Path, quick_device: Device, count: int
+) -> None:
+    """Each token at an even position adds to scores: one request has both kinds of steps."""
     settings = config("diffkv")
     with counted(quick_device) as seen:
-        there = answers(settings, tiny_model, quick_device, count=1)
-    assert 0 < seen["replays"] < seen["steps"]
-    assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU, count=1))
+        there = answers(settings, tiny_model, quick_device, count)
+    assert seen["replays"] == seen["steps"] >= 17
+    assert seen["captures"] <= 2 * len(batch_sizes(8))
+    assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU, count))
 
 
 def test_kernels_of_a_gpu_skip_rows_without_a_slot(tiny_model: Path, device: Device) -> None:
@@ -103,6 +109,23 @@ def test_kernels_of_a_gpu_skip_rows_without_a_slot(tiny_model: Path, device: Dev
         there = answers(settings, tiny_model, device, count=3)
     assert seen["replays"] == seen["steps"]
     assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU, count=3))
+
+
+def test_usual_steps_are_captured_before_requests_come(
+    tiny_model: Path, quick_device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, prompt = config("diffkv"), [5, 6, 7]
+    with (
+        counted(quick_device) as seen,
+        LocalServer(settings, tiny_model, device=quick_device) as server,
+    ):
+        with caplog.at_level(logging.INFO):
+            capture_usual_steps(server._loop._engines)
+        before = seen["captures"]
+        server.complete([server.request(prompt, GREEDY) for _ in range(3)])
+    assert before == seen["captures"] == 2 * len(batch_sizes(8))
+    assert seen["replays"] == seen["steps"]
+    assert "captured 8 decode steps of up to 8 requests as graphs in" in caplog.text
 
 
 def test_steps_run_without_graphs_where_a_capture_fails(
@@ -128,7 +151,8 @@ def test_steps_run_without_graphs_where_a_capture_fails(
 
 
 @ONLY_FAKE
-def test_a_step_is_a_handful_of_calls(tiny_model: Path, quick_device: Device) -> None:
+@pytest.mark.parametrize("policy", ["uniform:fp16", "diffkv"])
+def test_a_step_is_a_handful_of_calls(tiny_model: Path, quick_device: Device, policy: str) -> None:
     """Copies of inputs and token counts, one graph, and the wait for the sampled tokens."""
     from tests.far import PUT, REPLAY, WAIT  # noqa: PLC0415 - there is none beside a GPU
 
@@ -143,12 +167,36 @@ def test_a_step_is_a_handful_of_calls(tiny_model: Path, quick_device: Device) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DecodeEngine, "step", stepping)
-        answers(config("uniform:fp16"), tiny_model, quick_device, count=4)
-    usual = steps[len(steps) // 2]
+        answers(config(policy), tiny_model, quick_device, count=4)
+    usual = min((one for one in steps if REPLAY in one), key=len)
+    tables = 1 if policy == "uniform:fp16" else 3
     assert usual.count(REPLAY) == 1
-    assert usual.count(PUT) == 3  # slots, token counts, inputs of the graph
-    assert usual.count(WAIT) == 2  # the largest logit of each row, and its token
-    assert len(usual) <= 12, usual
+    assert usual.count(PUT) == 2 + tables  # slots, token counts of each table, inputs of the graph
+    assert usual.count(WAIT) == 1  # the tokens
+    assert len(usual) <= 12 + 6 * tables, usual
+
+
+@ONLY_FAKE
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_batch_is_sampled_in_a_few_launches_and_one_wait(
+    quick_device: Device, temperature: float
+) -> None:
+    from tests.far import WAIT  # noqa: PLC0415 - there is none beside a GPU
+
+    asked: list[str] = quick_device.asked  # type: ignore[attr-defined]
+    rows = [
+        SamplerRow(
+            Sampling(temperature=temperature, top_p=0.9, top_k=i, min_p=0.01, seed=i), [], []
+        )
+        for i in range(32)
+    ]
+    logits = torch.randn(32, 300)
+    there, start = quick_device.put(logits.numpy()), len(asked)
+    drawn = sample(there, rows)
+    calls = asked[start:]
+    assert calls.count(WAIT) == 1
+    assert len(calls) <= 6 + 1, calls
+    assert drawn == sample(logits, rows)
 
 
 @ONLY_FAKE

@@ -4,17 +4,27 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tests.unit.workers.decode.test_resume import (
     DECODE,
     RETIREMENT,
+    Client,
+    Crash,
     Stages,
     die_and_go_on,
     lines_of_a_run,
+    requests,
     uninterrupted,
 )
+from triptych.kernels.pages import segments
+from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.device import Device
+
+Scores = dict[tuple[str, int, int, int], float]
+"""Score of each token by request, layer, KV head and position."""
 
 
 @pytest.fixture(scope="module", params=["diffkv", "selected", "over the bus"])
@@ -39,3 +49,79 @@ def test_the_next_worker_says_the_same_wherever_the_first_one_died(
     for files in (DECODE, RETIREMENT):
         total = lines_of_a_run(stages, files)
         die_and_go_on(stages, whole, luck.randrange(total), files)
+
+
+def begun(stages: Stages, steps: int) -> tuple[str, DecodeEngine]:
+    """A worker that has done some steps of all requests."""
+    name, engine = stages.decoder()
+    for request in requests():
+        engine.accept(stages.join(request))
+    for _ in range(steps):
+        engine.step()
+    return name, engine
+
+
+def scores_of(engine: DecodeEngine) -> Scores:
+    """What another worker would read in the arena."""
+    found, shared = Scores(), engine._memory.shared.cpu()
+    for name, slot in zip(*engine.slots(), strict=True):
+        for table in engine.tables:
+            parts = segments(shared, table.layout)
+            for layer, head in np.ndindex(table.pages.shape[0], table.pages.shape[2]):
+                for token in range(table.tokens[layer, slot, head]):
+                    column, row = divmod(token, table.layout.tokens)
+                    page = int(table.pages[layer, slot, head, column])
+                    position = int(parts.positions[page, row])
+                    found[name, layer, head, position] = float(parts.scores[page, row])
+    return found
+
+
+def differing_layers(one: Scores, other: Scores) -> set[int]:
+    assert one.keys() == other.keys()
+    return {key[1] for key in one if one[key] != pytest.approx(other[key], rel=1e-3, abs=1e-5)}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only the fake device dies inside a graph")
+def test_a_death_inside_a_graph_counts_each_layer_of_scores_once(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the layer whose scores are added and not recorded yet: that one counts twice."""
+    name, engine = begun(stages, 0)
+    if engine.selector is not None:
+        return  # its steps are no graphs
+    device, parts, steps = stages.device, list[str](), 0
+    monkeypatch.setattr(device, "before_each", parts.append, raising=False)
+    while "record_scores" not in parts:
+        parts.clear()
+        engine.step()
+        steps += 1
+    want = scores_of(engine)
+    assert stages.pool.expel(name)
+    layer, is_open = 0, False
+    for at, part in enumerate(parts):
+        layer += part == "decode_attention"  # the layer of this part, from 1 on
+        if part in ("append_tokens", "decode_attention", "score_tokens", "record_scores"):
+            left = [at]
+
+            def die(_: str, left: list[int] = left) -> None:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Crash
+
+            monkeypatch.setattr(device, "before_each", lambda _: None)
+            name, engine = begun(stages, steps - 1)
+            monkeypatch.setattr(device, "before_each", die)
+            with pytest.raises(Crash):
+                engine.step()
+            monkeypatch.setattr(device, "before_each", lambda _: None)
+            takeover_name, takeover = stages.decoder()
+            client = Client()
+            for request in requests():
+                client.hear(takeover.accept(stages.resume(request, name)) or ())
+            client.hear(takeover.step())
+            twice = {layer - 1} if is_open else set[int]()
+            assert differing_layers(scores_of(takeover), want) == twice, f"before {at}: {part}"
+            for one in (name, takeover_name):
+                assert stages.pool.expel(one)
+        is_open = part == "score_tokens" or (is_open and part != "record_scores")
+    assert layer == 2

@@ -1,5 +1,6 @@
 """Attention of a decode step over compressed pages, without decompressing them first."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,7 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.kernels import append_tokens, block_table_ops, decode_attention, score_tokens
+from triptych.kernels import (
+    Section,
+    append_tokens,
+    block_table_ops,
+    decode_attention,
+    record_scores,
+    score_tokens,
+)
 from triptych.workers.decode.page_selection import StepChoice
 from triptych.workers.device import Device
 from triptych.workers.kv.block_table import Sections, SectionTable
@@ -33,8 +41,6 @@ class NewTokens:
     """Indices of the tokens in their rows of the first table."""
     scored: Ids64
     """Indices of the requests whose tokens are scored."""
-    before: Ids64
-    """Layers whose scores were added before this step, over all positions."""
     begun: Ids64 | None
     """Layers of this step whose scores are added; None: 0, as the step was not cut short."""
 
@@ -56,12 +62,7 @@ class NewTokens:
             raw.tokens, slots, raw.room, positions, progress, score_every
         )
         begun = progress[slots] - before if is_begun else None
-        return cls(slots, positions, places, scored, before, begun)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the step stores tokens and attends, and does nothing else."""
-        return self.begun is None and not len(self.scored)
+        return cls(slots, positions, places, scored, begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +78,94 @@ class Placed:
         return cls(device.put(new.slots), device.put(new.positions), device.put(new.places))
 
 
+class TokenScores:
+    """The scores of an engine's tokens, and the record of those that are added.
+
+    Scores are added layer by layer, and a worker can die after any of them. The takeover worker
+    repeats the step without the layers that the checkpoint has recorded. On a GPU a kernel writes
+    the record, into memory of the host, after the kernels that add scores: so the host does not
+    wait for a layer, and the record does not depend on whether the host still lives.
+    """
+
+    def __init__(
+        self,
+        memory: DevicePages,
+        sections: Sections,
+        fixed: SectionTable | None,
+        score_every: int,
+        progress: NDArray[np.int64],
+    ) -> None:
+        """``fixed``: the last of the tables, if there is one. It is read, but its scores do not
+        change, since other requests share its pages. ``score_every``: weight of the scores.
+        ``progress``: for each slot the layers whose scores are added, over all positions; shared
+        memory.
+        """
+        last = None if fixed is None else -1
+        self._memory, self._weight = memory, float(score_every)
+        self._of_layer: Sequence[Sequence[Section]] = [each[:last] for each in sections.of_layer]
+        shared = memory.device.share(progress.view(np.uint8))
+        self._progress = shared.view(torch.int64)
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the policy scores tokens while it generates."""
+        return self._weight > 0
+
+    def add(
+        self,
+        layer: int,
+        query: Tensor,
+        lse: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> None:
+        """Add to the scores of a layer, then record it. This part is not idempotent.
+
+        If the worker dies in between, the scores of this layer and step count twice. On a GPU rows
+        with slot -1 are skipped.
+
+        Shapes: query (B, H, D); lse (B, H); slots, positions (B,) int32
+        """
+        memory = self._memory
+        score_tokens(
+            query,
+            memory.near,
+            self._of_layer[layer],
+            slots,
+            lse,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            positions=positions,
+            weight=self._weight,
+            mirror=memory.mirror,
+        )
+        record_scores(self._progress, slots, positions, layer, len(self._of_layer))
+
+
 class PlainAttention:
     """Attention of a step that stores tokens and attends to all pages of a row.
 
     All that it does is queued on the device: nothing is put there, and nothing is read back.
     """
 
-    def __init__(self, memory: DevicePages, sections: Sections, placed: Placed) -> None:
+    def __init__(
+        self,
+        memory: DevicePages,
+        sections: Sections,
+        placed: Placed,
+        scores: TokenScores | None,
+        scored: Tensor,
+    ) -> None:
+        """``scores``: None: no token is scored. ``scored``: slots of the requests whose tokens are
+        scored, int32 (B,); -1 for others.
+        """
         self._memory, self._sections, self._placed = memory, sections, placed
+        self._scores, self._scored = scores, scored
 
     def __call__(
         self,
@@ -100,9 +181,10 @@ class PlainAttention:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         sections, placed = self._sections.of_layer[layer], self._placed
         where = placed.slots, placed.places, placed.positions
-        memory = self._memory
+        memory, scores = self._memory, self._scores
         append_tokens(memory.near, sections[0], key, value, *where, mirror=memory.mirror)
-        return decode_attention(
+        lse = None if scores is None else _empty_lse(query)
+        mixed = decode_attention(
             query,
             memory.near,
             sections,
@@ -111,14 +193,19 @@ class PlainAttention:
             window=window,
             softcap=softcap,
             positions=placed.positions,
-        ).to(query.dtype)
+            lse=lse,
+        )
+        if scores is not None and lse is not None:
+            at = self._scored, placed.positions
+            scores.add(layer, query, lse, *at, scale=scale, window=window, softcap=softcap)
+        return mixed.to(query.dtype)
 
 
 class PageAttention:
     """Attention of one decode step: appends the new token, then attends to the pages of a row.
 
-    Where tokens are scored, the attention that they receive is added to their scores, weighted by
-    ``score_every``. A request that is scored reads all its pages; others can read a selection.
+    Where tokens are scored, the attention that they receive is added to their scores. A request
+    that is scored reads all its pages; others can read a selection.
     """
 
     def __init__(
@@ -126,18 +213,13 @@ class PageAttention:
         memory: DevicePages,
         sections: Sections,
         new: NewTokens,
-        score_every: int,
-        progress: NDArray[np.int64],
+        scores: TokenScores,
         choice: StepChoice | None = None,
-        fixed: SectionTable | None = None,
         prefetcher: Prefetcher | None = None,
     ) -> None:
-        """``fixed``: the last of the tables, if there is one. It is read, but its scores do not
-        change, since other requests share its pages. ``choice``: None: all pages are read.
-        """
+        """``choice``: None: all pages are read."""
         self._memory, self._sections, self._prefetcher = memory, sections, prefetcher
-        self._tables = sections.tables[:-1] if fixed is not None else sections.tables
-        self._new, self._progress, self._score_every = new, progress, score_every
+        self._new, self._scores = new, scores
         self._placed, self._choice = Placed.put(new, memory.device), choice
         if prefetcher is not None:
             prefetcher.begin_step()
@@ -156,14 +238,8 @@ class PageAttention:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         self._store(layer, key, value)
         sections = self._sections.of_layer[layer]
-        due = (
-            self._due
-            if self._new.begun is None
-            else self._part(self._left(self._new.scored, layer))
-        )
-        lse = None
-        if due is not None:
-            lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        due = self._due_in(layer)
+        lse = None if due is None else _empty_lse(query)
         choice = self._choice
         lists = choice.lists(layer, query, scale=scale, window=window) if choice else None
         if self._prefetcher is not None:
@@ -181,42 +257,17 @@ class PageAttention:
             page_lists=lists,
         )
         if due is not None and lse is not None:
-            self._score(layer, due, query, lse, scale=scale, window=window, softcap=softcap)
+            self._scores.add(
+                layer,
+                query[due.at],
+                lse[due.at],
+                due.slots,
+                due.positions,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+            )
         return mixed.to(query.dtype)
-
-    def _score(
-        self,
-        layer: int,
-        due: "_Scored",
-        query: Tensor,
-        lse: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> None:
-        """Add to scores, then record the progress. This part is not idempotent.
-
-        If the worker dies in between, the scores of this layer and step count twice.
-        """
-        memory = self._memory
-        score_tokens(
-            query[due.at],
-            memory.near,
-            self._sections.of_layer[layer][: len(self._tables)],
-            due.slots,
-            lse[due.at],
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            positions=due.positions,
-            weight=float(self._score_every),
-        )
-        if memory.is_copied:
-            for table in self._tables:
-                memory.save_scores(table.layout, table.pages_of(layer, due.ids))
-        memory.device.wait()
-        self._progress[due.ids] = due.before + layer + 1
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
         placed = self._placed
@@ -244,9 +295,8 @@ class PageAttention:
         """Tensors of some requests to score; None if there are none."""
         if not len(requests):
             return None
-        at, new, placed = self._memory.device.put(requests), self._new, self._placed
-        ids, before = new.slots[requests], new.before[requests]
-        return _Scored(at, ids, placed.slots[at], placed.positions[at], before)
+        at, placed = self._memory.device.put(requests), self._placed
+        return _Scored(at, placed.slots[at], placed.positions[at])
 
     def _left(self, requests: Ids64, layer: int) -> Ids64:
         """The requests for which this layer is not done yet."""
@@ -260,9 +310,9 @@ class _Scored:
 
     at: Tensor
     """Their indices in the batch."""
-    ids: Ids
-    """Their slots, on the host, and where the kernels run."""
     slots: Tensor
     positions: Tensor
-    before: Ids64
-    """Layers whose scores were added before this step."""
+
+
+def _empty_lse(query: Tensor) -> Tensor:
+    return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)

@@ -25,7 +25,7 @@ from triptych.core.pages import PagePlan
 from triptych.kvpool import WorkerPool
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.deadlines import DecodeDeadlines
-from triptych.workers.decode.decode_attention import NewTokens, PageAttention
+from triptych.workers.decode.decode_attention import NewTokens, PageAttention, TokenScores
 from triptych.workers.decode.handover import Admission, RequestHandover
 from triptych.workers.decode.output_cache import KeepAnswers, OutputCache
 from triptych.workers.decode.page_growth import PageGrowth
@@ -93,8 +93,20 @@ class DecodeEngine:
             self.pool, self._checkpoint, self._sections, window, self._selector
         )
         self._prefetcher = Prefetcher.of(arena, self._sections.tables)
+        self._scores = TokenScores(
+            self._memory,
+            self._sections,
+            self._checkpoint.fixed,
+            self.plan.policy.score_every,
+            self._checkpoint.scored,
+        )
         self._graphs = StepGraphs.of(
-            self.runner, self._memory, self._sections, self._prefetcher, self.max_requests
+            self.runner,
+            self._memory,
+            self._sections,
+            self._scores,
+            self._prefetcher,
+            self.max_requests,
         )
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
         self._output_cache = OutputCache.of(
@@ -112,6 +124,11 @@ class DecodeEngine:
             self._memory,
             self._selector,
         )
+
+    def capture_usual_steps(self) -> None:
+        """Capture the usual steps as graphs, before requests come; nothing to do on a CPU."""
+        if self._graphs is not None:
+            self._graphs.capture_usual(self.runner)
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -333,7 +350,7 @@ class DecodeEngine:
         self._sections.renew(slots)
         choice = self._selector.step(slots, positions, new.scored) if self._selector else None
         exits = exits_of(batch, self.device)
-        if self._graphs is not None and new.is_plain and choice is None and exits is None:
+        if self._graphs is not None and new.begun is None and choice is None and exits is None:
             logits = self._graphs.forward(self.runner, tokens, new)
             if logits is not None:
                 return logits
@@ -341,10 +358,8 @@ class DecodeEngine:
             self._memory,
             self._sections,
             new,
-            self.plan.policy.score_every,
-            self._checkpoint.scored,
+            self._scores,
             choice,
-            self._checkpoint.fixed,
             self._prefetcher,
         )
         every, put = self._row_indices[: len(batch)], self.device.put

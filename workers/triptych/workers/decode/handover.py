@@ -245,7 +245,8 @@ class RequestHandover:
     ) -> Admission:
         """Make a running request of a slot of the checkpoint."""
         if self._memory.is_copied:
-            self._memory.fetch(self._checkpoint.pages(slot))
+            # Unused pages too: a step that was cut short can have stored its token in one.
+            self._memory.fetch(np.concatenate([self._checkpoint.pages(slot), unused]))
         self._sections.moved(slot)
         if self._selector is not None:
             self._selector.join(slot, options.selection)

@@ -4,12 +4,14 @@ A graph replays the same kernels on the same memory. So it takes its inputs from
 which each step copies its tokens, and reads page tables and pages where they always are. Kernels
 find the length of each row on the device; the only shape that a step has is its batch size. A graph
 is captured for a few batch sizes, and other batches are filled up with rows that have no slot:
-nothing is stored for them, and their logits are not read.
+nothing is stored for them, and their logits are not read. Steps in which tokens of a request are
+scored have graphs of their own; which requests those are is an input.
 
 Source: CUDA graphs as in vLLM (one graph for each of some batch sizes)
 """
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.workers.decode.decode_attention import NewTokens, Placed, PlainAttention
+from triptych.workers.decode.decode_attention import (
+    NewTokens,
+    Placed,
+    PlainAttention,
+    TokenScores,
+)
 from triptych.workers.device import Captured
 from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import DevicePages
@@ -27,10 +34,13 @@ from triptych.workers.models.runner import Runner
 
 logger = logging.getLogger(__name__)
 
-TOKENS, POSITIONS, SLOTS, PLACES = range(4)
-"""Rows of the input buffer of a graph."""
+TOKENS, POSITIONS, SLOTS, PLACES, SCORED = range(5)
+"""Rows of the input buffer of a graph; ``SCORED``: slots of the requests that are scored."""
 NO_SLOT = -1
-"""Slot and place of rows that fill up a batch."""
+"""Slot and place of rows that fill up a batch, and in ``SCORED`` of those that are not scored."""
+USUAL_REQUESTS = 64
+"""Batches up to this size are captured before requests come. Others are captured at their first
+use: each graph keeps memory for its logits."""
 
 
 def batch_sizes(max_requests: int) -> list[int]:
@@ -45,22 +55,25 @@ def batch_sizes(max_requests: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _StepGraph:
-    """The captured step of one batch size."""
+    """The captured step of one batch size, with or without scores."""
 
     captured: Captured
     """Its output is float32 [batch size, vocab]."""
     inputs: Tensor
-    """int32 [4, batch size]."""
+    """int32 [5, batch size]."""
 
 
 class StepGraphs:
-    """The captured decode steps of an engine, at most one for each of ``batch_sizes``."""
+    """The captured decode steps of an engine, at most two for each of ``batch_sizes``."""
 
-    def __init__(self, memory: DevicePages, sections: Sections, max_requests: int) -> None:
+    def __init__(
+        self, memory: DevicePages, sections: Sections, scores: TokenScores, max_requests: int
+    ) -> None:
         self._memory, self._sections, self._device = memory, sections, memory.device
+        self._scores = scores
         self._sizes: Sequence[int] = batch_sizes(max_requests)
         self._every = self._device.put(np.arange(max_requests))
-        self._graphs = dict[int, _StepGraph]()
+        self._graphs = dict[tuple[int, bool], _StepGraph]()
         self._pool = self._device.graph_pool()
         self._failed = False
         """Whether a capture failed; no other one is tried."""
@@ -71,6 +84,7 @@ class StepGraphs:
         runner: Runner,
         memory: DevicePages,
         sections: Sections,
+        scores: TokenScores,
         prefetcher: Prefetcher | None,
         max_requests: int,
     ) -> "StepGraphs | None":
@@ -79,35 +93,60 @@ class StepGraphs:
         """
         if not (memory.device.can_capture and runner.can_capture) or prefetcher is not None:
             return None
-        return cls(memory, sections, max_requests)
+        return cls(memory, sections, scores, max_requests)
+
+    def capture_usual(self, runner: Runner) -> None:
+        """Capture the steps of the usual batch sizes, the largest first: others use its memory.
+
+        Most of the time goes to kernels that are compiled for the first time.
+        """
+        if not runner.can_capture:
+            return
+        begun = time.perf_counter()
+        for size in reversed([one for one in self._sizes if one <= USUAL_REQUESTS]):
+            for is_scored in (True, False) if self._scores.are_kept else (False,):
+                self._graph(runner, size, is_scored=is_scored)
+        logger.info(
+            "captured %d decode steps of up to %d requests as graphs in %.1f s",
+            len(self._graphs),
+            max((size for size, _ in self._graphs), default=0),
+            time.perf_counter() - begun,
+        )
 
     def forward(self, runner: Runner, tokens: NDArray[np.int64], new: NewTokens) -> Tensor | None:
-        """Run a step that is plain; None: it must be run without a graph.
+        """Run a step that was not cut short; None: it must be run without a graph.
 
         The logits are valid until the next step.
 
         Shapes:  tokens (B,) -> (B, vocab) float32
         """
-        if self._failed or not runner.can_capture:
+        if not runner.can_capture:
             return None
         size = self._sizes[bisect_left(self._sizes, len(tokens))]
-        graph = self._graphs.get(size)
+        graph = self._graph(runner, size, is_scored=len(new.scored) > 0)
         if graph is None:
-            graph = self._capture(runner, size)
-            if graph is None:
-                return None
-            self._graphs[size] = graph
+            return None
         self._device.put_into(graph.inputs, filled_up(size, tokens, new))
         graph.captured.replay()
         return graph.captured.output[: len(tokens)]
 
-    def _capture(self, runner: Runner, size: int) -> _StepGraph | None:
+    def _graph(self, runner: Runner, size: int, *, is_scored: bool) -> _StepGraph | None:
+        """The graph of a batch size, captured at its first use; None: captures fail."""
+        graph = self._graphs.get((size, is_scored))
+        if graph is None and not self._failed:
+            graph = self._capture(runner, size, is_scored=is_scored)
+            if graph is not None:
+                self._graphs[size, is_scored] = graph
+        return graph
+
+    def _capture(self, runner: Runner, size: int, *, is_scored: bool) -> _StepGraph | None:
         """Capture the step of a batch size; None, with a warning, if that fails."""
-        rows = np.full((4, size), NO_SLOT, np.int32)
+        rows = np.full((5, size), NO_SLOT, np.int32)
         rows[[TOKENS, POSITIONS]] = 0
         inputs = self._device.put(rows)
         placed = Placed(inputs[SLOTS], inputs[POSITIONS], inputs[PLACES])
-        attend = PlainAttention(self._memory, self._sections, placed)
+        scores = self._scores if is_scored else None
+        attend = PlainAttention(self._memory, self._sections, placed, scores, inputs[SCORED])
 
         def step() -> Tensor:
             every = self._every[:size]
@@ -128,10 +167,11 @@ class StepGraphs:
 
 
 def filled_up(size: int, tokens: NDArray[np.int64], new: NewTokens) -> NDArray[np.int32]:
-    """The inputs of a graph, int32 [4, size]; rows after the batch have no slot."""
+    """The inputs of a graph, int32 [5, size]; rows after the batch have no slot."""
     count = len(tokens)
-    rows = np.full((4, size), NO_SLOT, np.int32)
+    rows = np.full((5, size), NO_SLOT, np.int32)
     rows[TOKENS, :count], rows[POSITIONS, :count] = tokens, new.positions
     rows[SLOTS, :count], rows[PLACES, :count] = new.slots, new.places
     rows[TOKENS, count:] = rows[POSITIONS, count:] = 0
+    rows[SCORED, new.scored] = new.slots[new.scored]
     return rows

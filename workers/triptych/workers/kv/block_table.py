@@ -67,12 +67,6 @@ class SectionTable:
     def clear(self, slot: int) -> None:
         self.tokens[:, slot] = 0
 
-    def pages_of(self, layer: int, slots: Ids) -> Ids:
-        """Page ids of some slots in a layer, in no order."""
-        counts = -(-self.tokens[layer, slots] // np.int32(self.layout.tokens))
-        used: Mask = np.arange(self.width) < counts[..., None]
-        return self.pages[layer, slots][used]
-
     def pages_at(self, slots: Ids, places: Ids) -> Ids:
         """Pages of the tokens at some places, [layers, slots, kv_heads, T].
 

@@ -14,9 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.core.layout import PageLayout
 from triptych.core.pages import NEAR_SHARE
-from triptych.kernels.pages import segments
 from triptych.kvpool import Arena
 from triptych.workers.device import Device
 
@@ -89,14 +87,6 @@ class DevicePages:
         """Copy written pages to the arena; call it before other processes learn of them."""
         if self.is_copied:
             _copy(self.near, self.shared, self._places(ids))
-        self.device.wait()
-
-    def save_scores(self, layout: PageLayout, ids: Ids) -> None:
-        """Copy the scores of written pages to the arena."""
-        if self.is_copied:
-            at = self._places(ids)
-            kept, written = (segments(part, layout).scores for part in (self.shared, self.near))
-            kept[at] = written[at]
         self.device.wait()
 
     def _places(self, ids: Ids) -> Tensor:

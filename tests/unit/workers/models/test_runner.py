@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from triptych.workers.models.load import load
 from triptych.workers.models.runner import ModelRunner
+from triptych.workers.models.weights import pack
 
 SaveModel = Callable[[PreTrainedConfig], Path]
 LENGTHS = (1, 23, 12)
@@ -147,3 +148,16 @@ def test_the_fused_pass_is_as_near_to_float32_as_the_stock_one_in_bfloat16(
     ]
     assert errors[1] < 1.5 * errors[0]
     assert errors[1] < 0.05 * float(exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 576, 1024, 1088, 1536, 2048])
+def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(
+    width: int, dtype: torch.dtype
+) -> None:
+    linear = pack([torch.randn(96, width).to(dtype)])
+    rows = torch.randn(70, width).to(dtype)
+    with torch.inference_mode():
+        every = linear(rows)
+        for count in (1, 2, 3, 7, 16, 33, 64):
+            assert linear(rows[-count:].clone()).equal(every[-count:])

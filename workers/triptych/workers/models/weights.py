@@ -19,6 +19,10 @@ from triptych.workers.models.traits import HEAD, PlainTraits
 Weights = Mapping[str, Tensor]
 """By their names in a checkpoint."""
 
+LONGEST_SUM = 1024
+"""Longest sums that oneDNN computes in the same order for one row as for several. Longer ones are
+computed for two rows: that takes as long, since it is the weights that are read."""
+
 Linear = Callable[[Tensor], Tensor]
 """Shapes: (T, in) -> (T, out)"""
 
@@ -74,7 +78,8 @@ def pack(weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> Lin
 
     On a CPU, oneDNN's blocked weight layout makes the product about 1.4x faster in
     bfloat16 for 1 to 64 rows, and up to 2x in float32 where MKL does not use the widest
-    vectors (AMD); it was never slower, at 512 rows neither.
+    vectors (AMD); it was never slower, at 512 rows neither. A row of the product has the
+    same bits whatever the number of rows, which torch's own product does not promise.
 
     Shapes:  weights (out_i, in), biases (out_i,) -> (T, in) to (T, sum of out_i)
     """
@@ -101,6 +106,13 @@ def _onednn_multiplies(dtype: torch.dtype) -> bool:
 
 
 def _blocked(weight: Tensor, bias: Tensor | None) -> Linear:
-    product = torch.ops.mkldnn._linear_pointwise.default
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-    return lambda rows: product(rows, blocked, bias, "none", [], "")
+    is_long = weight.shape[1] > LONGEST_SUM
+
+    def product(rows: Tensor) -> Tensor:
+        alone = is_long and len(rows) == 1
+        given = rows.expand(2, -1).contiguous() if alone else rows
+        result = torch.ops.mkldnn._linear_pointwise.default(given, blocked, bias, "none", [], "")
+        return result[:1] if alone else result
+
+    return product

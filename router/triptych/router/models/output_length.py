@@ -123,9 +123,10 @@ class OutputLengths:
     def __init__(self) -> None:
         self._all = Hazards()
         self._all.renew(PRIOR)
-        self._changes = self._renewed = 0
+        self.changes = self._renewed = 0
+        """Notes so far, and how many there were when the hazards of all were last computed."""
         self._tenants = OrderedDict[str, tuple[Hazards, list[int]]]()
-        """Hazards of each tenant, and ``_changes`` when they were last computed."""
+        """Hazards of each tenant, and ``changes`` when they were last computed."""
 
     def __len__(self) -> int:
         """Tenants with estimates of their own."""
@@ -134,13 +135,13 @@ class OutputLengths:
     def note_written(self, tenant: str, before: int, after: int) -> None:
         """An answer grew from ``before`` to ``after`` tokens."""
         if after > before:
-            self._changes += 1
+            self.changes += 1
             self._all.write(before, after)
             self._counts_of(tenant).write(before, after)
 
     def note_end(self, tenant: str, tokens: int) -> None:
         """An answer ended after ``tokens`` tokens, before it reached a limit."""
-        self._changes += 1
+        self.changes += 1
         self._all.end(tokens)
         self._counts_of(tenant).end(tokens)
 
@@ -178,14 +179,14 @@ class OutputLengths:
 
     def _of(self, tenant: str) -> Hazards:
         """The hazards of a tenant; those of all if nothing is known of it."""
-        if self._changes - self._renewed >= RENEW_AFTER:
-            self._renewed = self._changes
+        if self.changes - self._renewed >= RENEW_AFTER:
+            self._renewed = self.changes
             self._all.renew(PRIOR)
         found = self._tenants.get(tenant)
         if found is None:
             return self._all
         hazards, renewed = found
-        if self._changes - renewed[0] >= RENEW_AFTER:
-            renewed[0] = self._changes
+        if self.changes - renewed[0] >= RENEW_AFTER:
+            renewed[0] = self.changes
             hazards.renew(self._all.shares)
         return hazards

@@ -40,7 +40,7 @@ class RequestCompletion:
         self.cluster.requests.history.end(entry.id, "finished", now, tokens=tokens)
         lost = failed(entry.id, StageLost(entry.stage))
         self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
-        if entry.transfer.first_token_at:
+        if entry.transfer.first_token_at and not entry.was_evicted:
             self.cluster.latency.record_decode(
                 now - entry.transfer.first_token_at, tokens, entry.transfer.concurrency_s, now
             )
@@ -141,6 +141,7 @@ class RequestCompletion:
 
     def _orphan(self, entry: Entry, previous_worker: str, now: float) -> None:
         self.cluster.counters["orphaned"] += 1
+        entry.is_preempt_sent = entry.is_preempted = False  # the dead worker does not answer
         entry.transfer.previous_worker, entry.worker, entry.placement.decode_worker = (
             previous_worker,
             "",

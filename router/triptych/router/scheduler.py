@@ -63,7 +63,7 @@ from triptych.router.passes.static_batches import StaticBatchDispatch
 from triptych.router.plugins import PLACEMENT_POLICIES, schedule_named
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.queue.waiting_queue import due_s
-from triptych.router.snapshot import Explanation, RouterSnapshot
+from triptych.router.snapshot import Explanation, Memory, RouterSnapshot
 from triptych.router.state.byte_ledger import lines_after_encoding, lines_before_encoding
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.history import RequestTrace
@@ -663,10 +663,11 @@ class Scheduler:
         """Input of autoscaling; a few seconds old at most."""
         return self._autoscaling.demand(now)
 
-    def census(self) -> tuple[dict[str, int], int]:
-        """Requests by state, and bytes booked in all arenas; cheaper than ``snapshot``."""
+    def census(self) -> tuple[dict[str, int], Memory]:
+        """Requests by state, and bytes in all arenas; cheaper than ``snapshot``."""
         counts = {state.value: self._cluster.requests.count(state) for state in State}
-        return counts, sum(self._cluster.ledger.arenas.values())
+        ledger = self._cluster.ledger
+        return counts, Memory(ledger.held_bytes, sum(ledger.arenas.values()), ledger.bound_bytes)
 
     @property
     def is_drained(self) -> bool:

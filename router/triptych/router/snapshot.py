@@ -83,6 +83,18 @@ HeldBy = Literal[
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of pages of requests, in all arenas."""
+
+    held: int
+    """As the stages reported last."""
+    booked: int
+    """The most that the requests may hold now."""
+    bound: int
+    """The most that they may come to hold."""
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """State of one request."""
 

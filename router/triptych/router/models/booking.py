@@ -5,6 +5,7 @@ right whatever the forecasts are worth. They decide three things: how much is bo
 much memory the running requests will need, and so how many of them run.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -139,20 +140,21 @@ class BookingModel:
         return need
 
     def _need(self, booking: Booking, tokens: int, booked: int) -> Need:
-        left = max(1, booking.most_tokens - tokens)
+        most, bound = booking.most_tokens, booking.bound.grown
+        left = max(1, most - tokens)
         # Of the points behind its longest end, the first one stands for the moment before that.
-        ahead = [
-            more if more < left else left - 1 if before < left else left
-            for before, more in zip((0, *AHEAD), AHEAD, strict=False)
-        ]
+        ahead = AHEAD
+        if left <= AHEAD[-1]:
+            place = bisect_left(AHEAD, left)
+            ahead = (*AHEAD[:place], left - 1, *[left] * (len(AHEAD) - place - 1))
         written = booking.written + tokens - booking.prompt_tokens + 1
         survival = self.lengths.survival(booking.tenant, written, written + left, ahead)
         mean, _ = self.ratios.at(booking.profile, tokens)
-        most, bound, sizes = booking.most_tokens, booking.bound.grown, list[int]()
+        sizes = list[int]()
         for more in ahead:
             then = tokens + more
             size = int(mean * self._grown(min(most, then + tokens_ahead(then))))
-            sizes.append(min(bound, max(booked, size)))
+            sizes.append(bound if size > bound else max(size, booked))
         return Need.of(survival, sizes)
 
     def note(self, booking: Booking, tokens: int, held: int, shared: int) -> None:

@@ -1,5 +1,6 @@
 """Books memory for requests as they grow, and preempts the youngest ones if it runs short."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -18,6 +19,8 @@ from triptych.router.state.request_table import Entry, Placement, State, Transfe
 
 LOOK_AGAIN_S = 0.02
 """Seconds after which requests to preempt are looked for again, if too few were found."""
+MOST_KEEPERS = 3
+"""Requests that are preempted with their pages at a time; if that is not enough, one is evicted."""
 EXHAUSTED_AGAIN_S = 0.25
 """Seconds after which a worker tries again to get pages that its pool did not have."""
 
@@ -159,7 +162,7 @@ class Growth:
         if message.is_exhausted:
             self.cluster.counters["pool_exhausted"] += 1
             self._exhausted[entry.id] = now + EXHAUSTED_AGAIN_S
-            self._preempt_for(entry, message.wanted * page_bytes, now)
+            self._preempt_for(entry, message.wanted * page_bytes, now, keeps_pages=False)
             return
         booking = entry.booking
         if booking is None or booking.is_whole:
@@ -168,7 +171,6 @@ class Growth:
         self.bookings.note(booking, message.tokens, held, self._shared(entry))
         booking.lacks, booking.asks = message.wanted * page_bytes, True
         self._asking[entry.id] = entry
-        self._count(entry)
 
     def run(self, now: float) -> None:
         """Book what requests ask for, as far as memory goes; else make room for the first."""
@@ -252,8 +254,13 @@ class Growth:
         if not self.borrowing.may_lend(short, now):
             self._preempt_for(entry, short, now)
 
-    def _preempt_for(self, entry: Entry, short: int, now: float) -> None:
-        """Preempt as many requests younger than ``entry`` as free ``short`` bytes."""
+    def _preempt_for(
+        self, entry: Entry, short: int, now: float, *, keeps_pages: bool = True
+    ) -> None:
+        """Preempt as many requests younger than ``entry`` as free ``short`` bytes.
+
+        ``keeps_pages``: whether memory that is booked and not held helps.
+        """
         arena, ledger = entry.placement.final_arena, self.cluster.ledger
         if now - self._looked.get(arena, -inf) < LOOK_AGAIN_S:
             return
@@ -262,11 +269,27 @@ class Growth:
         short -= sum(count for where, count in self._coming.values() if where == arena)
         leaving = self.cluster.requests.in_state(State.LEAVING)
         short -= sum(ledger.booked_in(one.id, arena) for one in leaving)
-        victims = self._victims(entry) if short > 0 else []
+        if short > 0:
+            victims = self._victims(entry)
+            running = [one for one in victims if keeps_pages and one.state is State.DECODING]
+            self._preempt_youngest(victims, running, short, now)
+
+    def _preempt_youngest(
+        self, victims: Sequence[Entry], running: Sequence[Entry], short: int, now: float
+    ) -> None:
+        """Let some of ``running`` wait with their pages if that frees ``short`` bytes; or evict."""
+        unused, count = 0, 0
+        while unused < short and count < min(MOST_KEEPERS, len(running)):
+            unused += self._unused(running[count])
+            count += 1
+        if unused >= short:
+            for victim in running[:count]:
+                self._preempt(victim)
+            return
         for victim in victims:
             if short <= 0:
                 return
-            short -= self._preempt(victim, short, now)
+            short -= self._evict(victim, now)
 
     def _victims(self, entry: Entry) -> list[Entry]:
         """Requests of the same arena that may be preempted for ``entry``, the youngest first."""
@@ -306,17 +329,17 @@ class Growth:
         """Whether a request may be preempted for a more urgent one, and wait with its pages."""
         return not self.is_on or self.can_evict(entry)
 
-    def _preempt(self, victim: Entry, short: int, now: float) -> int:
-        """Preempt or evict a request; returns the bytes that this frees."""
-        ledger, arena = self.cluster.ledger, victim.placement.final_arena
-        unused = ledger.booked_in(victim.id, arena) - ledger.held_of(victim.id)
-        if victim.state is not State.DECODING or unused < short or victim.id in self._exhausted:
-            return self._evict(victim, now)
+    def _unused(self, entry: Entry) -> int:
+        """Bytes that are booked for a running request and that it does not hold."""
+        booked = self.cluster.ledger.booked_in(entry.id, entry.placement.final_arena)
+        return max(0, booked - self.cluster.ledger.held_of(entry.id))
+
+    def _preempt(self, victim: Entry) -> None:
+        """Let a running request wait with its pages."""
         victim.is_preempt_sent = victim.is_preempted = True
-        self._coming[victim.id] = arena, unused
+        self._coming[victim.id] = victim.placement.final_arena, self._unused(victim)
         self.cluster.counters["growth:preempted"] += 1
         self.cluster.outbox.post(victim.worker, Preempt(requests=(victim.id,)))
-        return unused
 
     def _evict(self, victim: Entry, now: float) -> int:
         """Have the pages of a request freed; returns their bytes."""

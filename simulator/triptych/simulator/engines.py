@@ -32,6 +32,7 @@ from triptych.core.messages import (
     Prefill,
     Prefilled,
     Request,
+    Resumed,
     Send,
     Stage,
     pack_tokens,
@@ -346,9 +347,12 @@ class DecodeSimulation:
         self._tempo.join(request.id, tpot_s, len(written), message.age_s, now)
         if len(written) == 1 and not request.output_tokens:
             self._joined.append(request.id)
+        sends = list[Send]()
         if self._has_arenas:  # the pages may be another machine's; that they travel costs nothing
-            return [Send(ROUTER, Fetched(request=request.id))]
-        return []
+            sends.append(Send(ROUTER, Fetched(request=request.id)))
+        if message.previous_worker:
+            sends.append(Send(ROUTER, Resumed(request=request.id)))
+        return sends
 
     def has_work(self) -> bool:
         return self._running > 0

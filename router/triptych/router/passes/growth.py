@@ -19,8 +19,6 @@ from triptych.router.state.request_table import Entry, Placement, State, Transfe
 
 LOOK_AGAIN_S = 0.02
 """Seconds after which requests to preempt are looked for again, if too few were found."""
-MOST_KEEPERS = 3
-"""Requests that are preempted with their pages at a time; if that is not enough, one is evicted."""
 EXHAUSTED_AGAIN_S = 0.25
 """Seconds after which a worker tries again to get pages that its pool did not have."""
 
@@ -35,9 +33,10 @@ class Growth:
     order of arrival:
 
     1. Cached prefixes are lent (``CacheBorrowing``).
-    2. The youngest request behind the one that asks is preempted. It keeps its pages if what it
-       has booked beyond them is enough, else it is evicted: its pages are freed, and it is computed
-       again later.
+    2. The youngest request behind the one that asks is preempted and waits with its pages, if what
+       it has booked beyond them is enough and no other one waits so.
+    3. Else the youngest ones are evicted, those that wait with their pages first: their pages are
+       freed, and they are computed again later.
 
     The first request can always finish. Every other one is evicted for it, or has its whole bound
     booked and ends without needing more: a request that grows beyond the length at which it could
@@ -270,23 +269,25 @@ class Growth:
         leaving = self.cluster.requests.in_state(State.LEAVING)
         short -= sum(ledger.booked_in(one.id, arena) for one in leaving)
         if short > 0:
-            victims = self._victims(entry)
-            running = [one for one in victims if keeps_pages and one.state is State.DECODING]
-            self._preempt_youngest(victims, running, short, now)
+            self._preempt_youngest(self._victims(entry), short, now, keeps_pages=keeps_pages)
 
     def _preempt_youngest(
-        self, victims: Sequence[Entry], running: Sequence[Entry], short: int, now: float
+        self, victims: Sequence[Entry], short: int, now: float, *, keeps_pages: bool
     ) -> None:
-        """Let some of ``running`` wait with their pages if that frees ``short`` bytes; or evict."""
-        unused, count = 0, 0
-        while unused < short and count < min(MOST_KEEPERS, len(running)):
-            unused += self._unused(running[count])
-            count += 1
-        if unused >= short:
-            for victim in running[:count]:
-                self._preempt(victim)
+        """Let the youngest wait with its pages, if that frees ``short`` bytes; or evict some.
+
+        Only if no other one waits so already: else more and more memory would serve nobody.
+        """
+        youngest = next(iter(victims), None)
+        if youngest is None:
             return
-        for victim in victims:
+        may_keep = keeps_pages and all(one.state is State.DECODING for one in victims)
+        if may_keep and self._unused(youngest) >= short:
+            self._preempt(youngest)
+            return
+        waiting = [one for one in victims if one.state is State.WAITING]
+        running = [one for one in victims if one.state is State.DECODING]
+        for victim in (*waiting, *running):
             if short <= 0:
                 return
             short -= self._evict(victim, now)

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import PoolExhausted
-from triptych.core.messages import Sampling, Tokens
+from triptych.core.messages import Message, PagesWanted, Sampling, Tokens
 from triptych.workers.local import Completion, LocalServer
 
 VOCAB = 258
@@ -298,4 +298,37 @@ def test_a_pool_that_runs_dry_pauses_the_request_and_it_goes_on(
         timer.join()
         (answer,) = server.complete([server.request(prompt(5), greedy(3))])
         assert len(answer.tokens) == 3
+        assert server.pool.stat().request_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "kib"), [("uniform:fp16", 1024), ("uniform:k8v4", 640), ("diffkv", 560)]
+)
+def test_requests_that_outgrow_the_pool_make_room_for_older_ones_and_all_end(
+    tiny_model: Path, policy: str, kib: int
+) -> None:
+    """Every answer is longer than forecast: some requests are computed again, and none fails."""
+    heard = list[PagesWanted]()
+
+    def watch(message: Message) -> None:
+        if isinstance(message, PagesWanted):
+            heard.append(message)
+
+    settings = config(
+        compressor={"policy": policy, "recent_window_tokens": 20},
+        pool={"kv_cache_memory_bytes": kib << 10, "extent_pages": 1, "prefix_bytes": 0},
+        router={"overcommit_risk": 0.5},
+    )
+    with LocalServer(settings, tiny_model, watch=watch) as server:
+        asked = [server.request(prompt(20, seed), greedy(250)) for seed in range(8)]
+        answers = server.complete(asked)
+        assert [len(answer.tokens) for answer in answers] == [250] * 8
+        assert [len(answer.logprobs) for answer in answers] == [250] * 8
+        assert {answer.finish for answer in answers} == {"length"}
+        assert server.counters["growth:booked"] > 0
+        assert server.counters["recomputed"] > 0
+        assert "pool_exhausted" not in server.counters
+        assert "failed" not in server.counters
+        assert len(heard) < 8 * 60
+        assert server.booked_bytes == {}
         assert server.pool.stat().request_pages == 0

@@ -29,6 +29,8 @@ class RequestCompletion:
         default_factory=deque[tuple[float, str, Send]]
     )
     """Time, worker, and the message for the ingress if that worker dies right afterwards."""
+    _names: dict[str, str] = field(default_factory=dict[str, str])
+    """Names of dead decode workers, by ``mark_dead`` of their addresses."""
 
     def finish(self, entry: Entry, worker: str, tokens: int, now: float) -> None:
         """The last worker reports that the output is complete and holds nothing of the request.
@@ -73,6 +75,8 @@ class RequestCompletion:
 
         ``name``: its name in the pool, if the pool keeps the pages that the peer held.
         """
+        if name:
+            self._names[mark_dead(address)] = name
         for end in [end for end in self._finished if end[1] == address]:
             self._finished.remove(end)
             _, _, send = end  # an ingress that has the end already ignores it
@@ -128,6 +132,9 @@ class RequestCompletion:
         ):
             self.cluster.dead_workers.remove(name)
             self.cluster.outbox.post(POOL, Expel(worker=name))
+        self._names = {
+            key: name for key, name in self._names.items() if name in self.cluster.dead_workers
+        }
 
     @property
     def _living(self) -> list[Entry]:
@@ -156,11 +163,18 @@ class RequestCompletion:
             self._remove(entry)
 
     def expire(self, now: float) -> None:
-        """Stop waiting for workers that do not answer, and for the end of finished outputs."""
+        """Stop waiting for workers that do not answer, and for the end of finished outputs.
+
+        While another request is to be taken over from a dead worker, the pool keeps all its pages.
+        """
         while self._finished and now - self._finished[0][0] > END_DELIVERY_S:
             self._finished.popleft()
         for entry in self.cluster.requests.in_state(State.LEAVING):
-            entry.owed = {who: until for who, until in entry.owed.items() if now < until}
+            entry.owed = {
+                who: until
+                for who, until in entry.owed.items()
+                if now < until or self._names.get(who, who) in self.cluster.dead_workers
+            }
             if not entry.owed:
                 self.cluster.counters["leaving_timed_out"] += 1
                 self._remove(entry)

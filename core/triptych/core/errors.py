@@ -73,6 +73,17 @@ class PoolExhausted(PoolError):
         )
 
 
+class PageLimitReached(PoolError):
+    """A request needs more pages than are booked for it; it pauses until more are."""
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__(wanted)
+        self.wanted = wanted
+
+    def __str__(self) -> str:
+        return f"{self.wanted} more pages wanted than are booked"
+
+
 class StaleHandle(PoolError):
     """The lease of the handle has ended: its pages are freed or have another owner."""
 

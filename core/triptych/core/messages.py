@@ -735,6 +735,58 @@ class Preempted:
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageLimit:
+    """Router to decode worker: the most pages that a request may hold, until the next limit.
+
+    The first one comes before ``Join`` or ``Resume``. A request that would need more pauses.
+    """
+
+    request: str
+    pages: int
+    """Pages of its own, without shared ones; 0: no limit."""
+    tokens: int = 0
+    """Most tokens of the sequence that they may hold; 0: no limit."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesWanted:
+    """Decode worker to router: a request is near its page limit, or paused."""
+
+    request: str
+    tokens: int
+    """Tokens of the sequence that its pages hold."""
+    pages: int
+    """Pages that it holds, without shared ones."""
+    wanted: int = 0
+    """More pages that its next token needs; 0: not known yet."""
+    is_exhausted: bool = False
+    """Whether the limit allows them and the pool had too few."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evict:
+    """Router to decode worker: free the pages of a request that runs here or is on offer."""
+
+    request: str
+    number: int
+    """Number of this eviction of the request; the answer repeats it."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evicted:
+    """Decode worker to router: the request holds nothing here any more."""
+
+    request: str
+    number: int
+    output_tokens: tuple[int, ...] = ()
+    """As in ``Join``; empty if it did not run here."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
     """Worker to router: pages were copied here from another node, and released there."""
 

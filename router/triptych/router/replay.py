@@ -4,7 +4,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,7 +18,9 @@ from triptych.core.pages import PagePlan
 from triptych.core.schema import SchemaError, build
 from triptych.router.scheduler import Scheduler, Timeouts
 
-VERSION = 2
+VERSION = 3
+BOUNDS_VERSION = 2
+"""Recordings of this version were made when all bookings were bounds."""
 MAX_RECORD_BYTES = 128 << 20
 DIGEST_BYTES = 16
 
@@ -202,8 +204,11 @@ def _record(record: object, where: str) -> Beginning | Call:
         found = build(kind, cast("dict[str, object]", record), where)
     except SchemaError as error:
         raise ConfigError(str(error)) from error
-    if isinstance(found, Beginning) and found.version != VERSION:
-        raise ConfigError(f"{where}: version {found.version}: expected {VERSION}")
+    if isinstance(found, Beginning):
+        if found.version == BOUNDS_VERSION:
+            return replace(found, config=replace(found.config, booking="bounds"))
+        if found.version != VERSION:
+            raise ConfigError(f"{where}: version {found.version}: expected {VERSION}")
     return found
 
 

@@ -25,9 +25,11 @@ from triptych.core.messages import (
     Compressed,
     Confirm,
     Drain,
+    Evicted,
     Fetched,
     Finished,
     Message,
+    PagesWanted,
     Planned,
     Preempted,
     Prefilled,
@@ -43,12 +45,15 @@ from triptych.core.messages import (
     requests_in,
 )
 from triptych.core.pages import PagePlan
+from triptych.router.models.booking import BookingModel
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
+from triptych.router.models.overcommit import Overcommit
 from triptych.router.passes.autoscaling import Demand, Scaling
 from triptych.router.passes.cache_borrowing import CacheBorrowing
 from triptych.router.passes.completion import RequestCompletion
 from triptych.router.passes.dispatch import Dispatch
 from triptych.router.passes.draining import Draining
+from triptych.router.passes.growth import Growth
 from triptych.router.passes.migration import Migration
 from triptych.router.passes.placement_view import Placer
 from triptych.router.passes.preemption import Preemption
@@ -58,7 +63,7 @@ from triptych.router.passes.static_batches import StaticBatchDispatch
 from triptych.router.plugins import PLACEMENT_POLICIES, schedule_named
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.queue.waiting_queue import due_s
-from triptych.router.snapshot import Explanation, RouterSnapshot
+from triptych.router.snapshot import Explanation, Memory, RouterSnapshot
 from triptych.router.state.byte_ledger import lines_after_encoding, lines_before_encoding
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.history import RequestTrace
@@ -143,15 +148,27 @@ class Scheduler:
             PrefixMap(plan.prefix_blocks),
             config.affinity_ttft_s,
         )
-        dispatch = StaticBatchDispatch if batches.has_batch_sizes else Dispatch
-        self._dispatch = dispatch(cluster, batches, config, placer, plan.prefix_bytes > 0)
         may_interrupt = not batches.runs_batches_to_end
+        self._borrowing = CacheBorrowing(cluster, plan.prefix_bytes)
+        is_layerwise = batches.compress.most is None
+        self._growth = Growth(
+            cluster,
+            self._completion,
+            self._borrowing,
+            BookingModel(self._model, capacity_bytes, is_layerwise=is_layerwise),
+            Overcommit(config.overcommit_risk),
+            is_on=config.booking == "forecast" and may_interrupt,
+        )
+        dispatch = StaticBatchDispatch if batches.has_batch_sizes else Dispatch
+        self._dispatch = dispatch(
+            cluster, batches, config, placer, self._growth, plan.prefix_bytes > 0
+        )
         self._migration = Migration(cluster, config.rebalance_requests if may_interrupt else 0)
         self._roles = Roles(cluster, config.roles == "dynamic" and may_interrupt)
         self._slo_admission = SloAdmission(cluster, self._completion)
         self._draining = Draining(cluster, self._completion)
-        self._preemption = Preemption(cluster) if may_interrupt else None
-        self._borrowing = CacheBorrowing(cluster, plan.prefix_bytes)
+        may_wait = self._growth.may_wait
+        self._preemption = Preemption(cluster, may_wait) if may_interrupt else None
         self._autoscaling = Scaling(cluster, config.max_overtake_s)
         self._ticked = 0.0
 
@@ -172,8 +189,10 @@ class Scheduler:
             self._migration.run()
         self._draining.run(now)
         self._slo_admission.run(now)
+        self._growth.run(now)
         self._dispatch.run(now)  # resume, join, encode, compress, admit
-        self._borrowing.run(self._dispatch.blocked_reason, now)
+        self._borrowing.run(self._dispatch.blocked_reason, now, self._growth.short_bytes)
+        self._growth.relieve(self._dispatch.blocked_reason, now)
         if self._preemption is not None:
             self._preemption.run(self._dispatch.blocked_reason, now)
         return self._cluster.outbox.take()
@@ -241,6 +260,10 @@ class Scheduler:
                 self._resumed(message, sender)
             case Preempted():
                 self._preempted(message, sender, now)
+            case PagesWanted():
+                self._growth.ask(message, sender, now)
+            case Evicted():
+                self._evicted(message, sender, now)
             case Finished():
                 self._finished(message, sender, now)
             case CacheMemoryBorrowed():
@@ -335,7 +358,7 @@ class Scheduler:
 
     def _fail_stranded_request(self, entry: Entry, stage: Stage, absent: float, now: float) -> None:
         limit_s = self._timeouts.grace_s
-        has_begun = entry.state is not State.WAITING or entry.waits_with_pages
+        has_begun = entry.state is not State.WAITING or entry.waits_with_pages or entry.was_evicted
         if self._timeouts.refuse_s is not None and not has_begun:
             limit_s = self._timeouts.refuse_s
         if now - max(absent, entry.since) >= limit_s:
@@ -350,20 +373,22 @@ class Scheduler:
             cluster.counters["duplicate_submit"] += 1
             return
         cluster.counters["submitted"] += 1
-        left = max(0, request.sampling.max_tokens - len(request.output_tokens))
-        whole = self._model.estimate(request.known_tokens, left)
-        sizes = self._sizes_in_parts(request, left) or whole
+        left = _left(request)
+        bound, _ = self._sizes(request, left)
+        booking = self._growth.open(request, bound, left)
+        sizes, whole = self._sizes(request, self._growth.first_tokens(booking))
         if not len(cluster.requests.queue):
             cluster.latency.reset_start_gap()
         max_overtake_s, ageing_s = self._config.max_overtake_s, self._config.ageing_s
         due = due_s(now, request.priority, max_overtake_s=max_overtake_s, ageing_s=ageing_s)
         slo, slo_refusal = self._slo_admission.assess(request, due, now)
-        refusal = self._refusal(request, sizes, now) or slo_refusal
+        refusal = self._refusal(request, bound, now) or slo_refusal
         if refusal is None:
             entry = Entry(
                 request=request,
                 sizes=sizes,
-                whole=None if sizes is whole else whole,
+                whole=whole,
+                booking=booking,
                 arrived=now,
                 since=now,
                 slo=slo,
@@ -374,28 +399,31 @@ class Scheduler:
             self._dispatch.reasons.refused(request, refusal, now)
             self._completion.refuse(request, refusal)
 
-    def _sizes_in_parts(self, request: Request, left: int) -> RequestBytes | None:
-        """Bytes that it needs with layer-wise prefill; None if it cannot use that.
+    def _sizes(self, request: Request, left: int) -> tuple[RequestBytes, RequestBytes | None]:
+        """Bytes that a request of ``left`` new tokens needs, and without layer-wise prefill.
 
-        Prompts with prompt log probabilities are prefilled with all layers at a time, and batches
-        of a given size go to compressors as a whole.
+        The second is None if it cannot use that. Prompts with prompt log probabilities are
+        prefilled with all layers at a time, and batches of a given size go to compressors as a
+        whole.
         """
+        whole = self._model.estimate(request.known_tokens, left)
         is_scored = request.sampling.prompt_logprobs >= 0
         if is_scored or not self._dispatch.is_layerwise:
-            return None
-        return self._model.estimate_in_parts(request.known_tokens, left)
+            return whole, None
+        parts = self._model.estimate_in_parts(request.known_tokens, left)
+        return (whole, None) if parts is None else (parts, whole)
 
     def _refusal(
-        self, request: Request, sizes: RequestBytes, now: float
+        self, request: Request, bound: RequestBytes, now: float
     ) -> ShuttingDown | PromptTooLong | QueueFull | None:
         """The error of a request that cannot be queued; None if it can."""
         if (ending := self._draining.refusal(request)) is not None:
             return ending
         capacity = self._cluster.ledger.capacity_bytes
-        if sizes.peak > capacity:
+        if bound.peak > capacity:
             return PromptTooLong(
                 f"{len(request.prompt)} prompt tokens and {request.sampling.max_tokens} new tokens "
-                f"take up to {sizes.peak} bytes of pages, and the server has {capacity}"
+                f"take up to {bound.peak} bytes of pages, and the server has {capacity}"
             )
         limit = self._config.max_queued_requests
         waiting = self._cluster.requests.count(State.WAITING)
@@ -412,7 +440,11 @@ class Scheduler:
         requests = self._cluster.requests
         names = requests.queue.displaceable(request.tenant, request.weight)
         entries = (requests[name] for name in names)
-        fresh = (one for one in entries if not (one.request.attempt or one.waits_with_pages))
+        fresh = (
+            one
+            for one in entries
+            if not (one.request.attempt or one.waits_with_pages or one.was_evicted)
+        )
         entry = next(fresh, None)
         if entry is None:
             return False
@@ -455,7 +487,9 @@ class Scheduler:
             self._cluster.latency.record_prefill(
                 now - entry.since, entry.placement.ahead_tokens, now
             )
-            self._cluster.latency.record_ttft(now - entry.arrived, entry.slo.forecast, now)
+            if not entry.was_evicted:
+                self._cluster.latency.record_ttft(now - entry.arrived, entry.slo.forecast, now)
+            self._growth.prefilled(entry)
             self._roles.record_prefill(entry, now)
             self._cluster.requests.history.cached(entry.id, message.cached_tokens)
             self._cluster.requests.move(entry, State.PREFILLED, now)
@@ -467,7 +501,7 @@ class Scheduler:
         entry.transfer.source_worker = ""
         page_bytes, ledger = self._model.plan.page_bytes, self._cluster.ledger
         own, shared = (max(0, pages) * page_bytes for pages in (message.pages, message.shared))
-        entry.sizes = entry.sizes.corrected(own, shared)
+        self._growth.planned(entry, own, shared)
         entry.placement.raw_arena = (
             entry.placement.work_arena
         )  # if it was another one, the pages were fetched
@@ -492,6 +526,7 @@ class Scheduler:
                 entry.sizes, entry.placement.work_arena, entry.placement.final_arena
             )
             self._cluster.ledger.book(entry.id, lines)
+            self._growth.encoded(entry)
             self._cluster.requests.move(entry, State.COMPRESSED, now)
 
     def _fetched(self, message: Fetched, sender: str) -> None:
@@ -507,6 +542,7 @@ class Scheduler:
                 entry.placement.final_arena,
             )
             entry.sizes = entry.sizes.moved()
+            self._growth.fetched(entry)
             lines = lines_after_encoding(
                 entry.sizes, entry.placement.work_arena, entry.placement.final_arena
             )
@@ -547,7 +583,20 @@ class Scheduler:
         most = self._model.estimate(handle.tokens, max_tokens=0).grown
         kept = min(most, entry.sizes.grown)
         self._cluster.ledger.book(entry.id, {entry.placement.final_arena: kept})
+        self._growth.preempted(entry, kept, handle.tokens)
         self._cluster.requests.preempt(entry, kept, now)
+
+    def _evicted(self, message: Evicted, sender: str, now: float) -> None:
+        """Queue a request again whose pages are free; it is computed again from its tokens."""
+        entry = self._growth.evicted(message, sender)
+        if entry is not None:
+            left = _left(entry.request)
+            bound, _ = self._sizes(entry.request, left)
+            entry.booking = self._growth.open(entry.request, bound, left)
+            first_tokens = self._growth.first_tokens(entry.booking)
+            entry.sizes, entry.whole = self._sizes(entry.request, first_tokens)
+            entry.booking.evictions = message.number
+            self._cluster.requests.requeue(entry, now)
 
     def _finished(self, message: Finished, sender: str, now: float) -> None:
         entry = self._cluster.requests.get(message.request)
@@ -570,7 +619,8 @@ class Scheduler:
         worker, entry.worker = entry.worker, ""
         if message.error is not None:
             self._completion.fail(entry, message.error, now)
-        elif entry.state in (State.PREFILLING, State.DECODING):
+        elif entry.state in (State.PREFILLING, State.DECODING, State.EVICTING):
+            self._growth.finished(entry, message.tokens)
             self._completion.finish(entry, worker, message.tokens, now)
         else:
             self._completion.fail(entry, StageLost(entry.stage), now)
@@ -599,6 +649,8 @@ class Scheduler:
         return RouterSnapshot(
             requests={state.value: requests.count(state) for state in State},
             booked_bytes=self._cluster.ledger.arenas,
+            held_bytes=self._cluster.ledger.held_bytes,
+            bound_bytes=self._cluster.ledger.bound_bytes,
             capacity_bytes=max(1, len(self._cluster.load_index.arenas))
             * self._cluster.ledger.capacity_bytes,
             blocked_reason=self._dispatch.blocked_reason,
@@ -611,10 +663,11 @@ class Scheduler:
         """Input of autoscaling; a few seconds old at most."""
         return self._autoscaling.demand(now)
 
-    def census(self) -> tuple[dict[str, int], int]:
-        """Requests by state, and bytes booked in all arenas; cheaper than ``snapshot``."""
+    def census(self) -> tuple[dict[str, int], Memory]:
+        """Requests by state, and bytes in all arenas; cheaper than ``snapshot``."""
         counts = {state.value: self._cluster.requests.count(state) for state in State}
-        return counts, sum(self._cluster.ledger.arenas.values())
+        ledger = self._cluster.ledger
+        return counts, Memory(ledger.held_bytes, sum(ledger.arenas.values()), ledger.bound_bytes)
 
     @property
     def is_drained(self) -> bool:
@@ -656,6 +709,13 @@ class Scheduler:
             in_state_s=now - entry.since,
             worker=entry.worker,
             decode_worker=entry.placement.decode_worker,
+            held_bytes=self._cluster.ledger.held_of(request),
             booked_bytes=self._cluster.ledger.booked_by(request),
+            bound_bytes=self._cluster.ledger.bound_of(request),
             blocked_reason=self._dispatch.blocked_reason if entry.state is State.WAITING else "",
         )
+
+
+def _left(request: Request) -> int:
+    """Output tokens that a request may still get."""
+    return max(0, request.sampling.max_tokens - len(request.output_tokens))

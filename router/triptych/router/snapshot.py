@@ -83,6 +83,18 @@ HeldBy = Literal[
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of pages of requests, in all arenas."""
+
+    held: int
+    """As the stages reported last."""
+    booked: int
+    """The most that the requests may hold now."""
+    bound: int
+    """The most that they may come to hold."""
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """State of one request."""
 
@@ -93,7 +105,12 @@ class Explanation:
     """Address of the worker that has it; empty while it waits."""
     decode_worker: str
     """Address of the decode worker with a slot for it; empty until it is chosen."""
+    held_bytes: int
+    """Bytes of its pages, as its stage reported last."""
     booked_bytes: int
+    """The most that it may hold now."""
+    bound_bytes: int
+    """The most that it may come to hold; 0 while it waits."""
     blocked_reason: HeldBy
     """For a waiting request: what the queue waits for."""
 
@@ -113,3 +130,7 @@ class RouterSnapshot:
     counters: Mapping[str, int]
     """Decisions and unexpected messages by reason, since the start."""
     workers: tuple[WorkerLoad, ...]
+    held_bytes: int = 0
+    """Bytes of pages of requests, as the stages reported last."""
+    bound_bytes: int = 0
+    """The most that the requests may come to hold; all of it is booked with ``booking: bounds``."""

@@ -74,6 +74,8 @@ class Trial:
     """Requests in each state, integrated over time by a sample at each tick."""
     mean_booked_bytes: float = 0.0
     peak_booked_bytes: int = 0
+    mean_held_bytes: float = 0.0
+    mean_bound_bytes: float = 0.0
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds of work of each stage's workers."""
     counters: dict[str, int] = field(default_factory=dict[str, int])
@@ -129,6 +131,8 @@ class Simulation:
         self._looks, self._on_tick = 0, on_tick
         self._wrote_at = dict[str, float]()
         self._caches = dict[str, NodeCache]()
+        self._lengths = dict[str, int]()
+        """Output tokens of each request under way."""
         self._workers = self._build_workers()
 
     def run(
@@ -171,7 +175,9 @@ class Simulation:
                 shared = cores.get(part.machine(arena))
                 if shared is None:
                     shared = cores[part.machine(arena)] = self._cores()
-                engines = engines_of(stages, part, self._costs, self._cache_of(part, arena))
+                engines = engines_of(
+                    stages, part, self._costs, self._cache_of(part, arena), self._lengths
+                )
                 workers[address] = SimulatedWorker(
                     address, self.clock, engines, shared, self._from_worker, self._began
                 )
@@ -209,6 +215,7 @@ class Simulation:
     def _send(self, job: Job, is_arrival: bool = False) -> None:
         self._progress_s = self.clock.now
         self._outcomes[job.id] = Outcome(job, self.clock.now)
+        self._lengths[job.id] = job.answer_tokens
         self.clock.after(self._costs.arrive_s, self._arrive, job)
         if is_arrival:
             self._begin_session()
@@ -266,6 +273,7 @@ class Simulation:
 
     def _end(self, name: str, error: str = "") -> None:
         outcome = self._outcomes.pop(name)
+        del self._lengths[name]
         outcome.last_s, outcome.error = self.clock.now, error
         if not error:
             self.trial.shards[self._shards.where(name)].requests += 1
@@ -314,13 +322,17 @@ class Simulation:
         self.clock.after(TICK_S, self._tick)
 
     def _look(self) -> None:
-        trial, self._looks, booked = self.trial, self._looks + 1, 0
+        trial, self._looks, booked, held, bound = self.trial, self._looks + 1, 0, 0, 0
         for scheduler in self._schedulers.values():
-            counts, held = scheduler.census()
-            booked += held
+            counts, memory = scheduler.census()
+            booked += memory.booked
+            held += memory.held
+            bound += memory.bound
             for state, count in counts.items():
                 trial.state_seconds[state] = trial.state_seconds.get(state, 0.0) + count * TICK_S
         trial.mean_booked_bytes += (booked - trial.mean_booked_bytes) / self._looks
+        trial.mean_held_bytes += (held - trial.mean_held_bytes) / self._looks
+        trial.mean_bound_bytes += (bound - trial.mean_bound_bytes) / self._looks
         trial.peak_booked_bytes = max(trial.peak_booked_bytes, booked)
 
     # ---------------------------------------------------------------- workers

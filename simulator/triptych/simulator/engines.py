@@ -4,8 +4,9 @@ They batch as those in ``triptych.workers`` do: prefill reads chunks of those pr
 the compressor encodes all that waits, decode writes a token for each running request.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
@@ -17,16 +18,21 @@ from triptych.core.messages import (
     Compressed,
     CompressionReport,
     Encode,
+    Evict,
+    Evicted,
     Fetched,
     Finished,
     Join,
     Message,
+    PageLimit,
+    PagesWanted,
     Planned,
     Preempt,
     Preempted,
     Prefill,
     Prefilled,
     Request,
+    Resumed,
     Send,
     Stage,
     pack_tokens,
@@ -36,6 +42,7 @@ from triptych.router.policies.prefix_map import BlockCache
 from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Cluster
 from triptych.workers.decode.deadlines import DecodeDeadlines
+from triptych.workers.decode.decode_engine import EARLY_TOKENS
 from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 
 FIRST_TOKEN = 1
@@ -65,6 +72,10 @@ class Work:
     output: StepOutput | None = None
     began: tuple[str, ...] = ()
     """Requests whose prefill begins with it."""
+
+
+Lengths = Mapping[str, int]
+"""Output tokens after which each request ends."""
 
 
 class SimulatedEngine(Protocol):
@@ -139,8 +150,11 @@ class PrefillSimulation:
 
     stage: Stage = "prefill"
 
-    def __init__(self, cluster: Cluster, costs: Costs, cache: NodeCache | None) -> None:
+    def __init__(
+        self, cluster: Cluster, costs: Costs, cache: NodeCache | None, lengths: Lengths
+    ) -> None:
         self._chunk, self._costs, self._cache = cluster.chunk_tokens, costs, cache
+        self._lengths = lengths
         self._chunks, self._prompts = ChunkScheduler(), list[Prompt]()
 
     def accept(self, message: Message, _now: float) -> Work | None:
@@ -181,10 +195,11 @@ class PrefillSimulation:
         seconds += pairs * costs.prefill_pair_s + copied * costs.compress_token_s
         self._chunks.note(tokens, seconds)
         names = tuple(prompt.request.id for prompt in done)
-        last = tuple(one.request.id for one in done if one.request.sampling.max_tokens <= 1)
+        last = tuple(one.request.id for one in done if not self._left(one.request))
         token_s = seconds / max(1, tokens)
         sends = [Send(ROUTER, self._prefilled(prompt, token_s)) for prompt in done]
-        output = StepOutput(len(done), names, last) if done else None
+        first = tuple(one.request.id for one in done if not one.request.output_tokens)
+        output = StepOutput(len(done), first, last) if names else None
         return Work(seconds, sends, output, tuple(began))
 
     def _begin(self, prompt: Prompt) -> int:
@@ -194,10 +209,13 @@ class PrefillSimulation:
             prompt.read = prompt.cached = self._cache.cached(prompt.request)
         return prompt.cached
 
-    @staticmethod
-    def _prefilled(prompt: Prompt, token_s: float) -> Prefilled:
+    def _left(self, request: Request) -> int:
+        """Output tokens of a request after the one that its prefill draws."""
+        return self._lengths[request.id] - len(request.output_tokens) - 1
+
+    def _prefilled(self, prompt: Prompt, token_s: float) -> Prefilled:
         request = prompt.request
-        goes_on = request.sampling.max_tokens > 1
+        goes_on = self._left(request) > 0
         handle = lease_ref(request.id, prompt.tokens) if goes_on else None
         return Prefilled(
             request=request.id,
@@ -213,7 +231,9 @@ class CompressSimulation:
 
     stage: Stage = "compress"
 
-    def __init__(self, cluster: Cluster, costs: Costs, cache: NodeCache | None) -> None:
+    def __init__(
+        self, cluster: Cluster, costs: Costs, cache: NodeCache | None, _lengths: Lengths
+    ) -> None:
         self._cluster, self._costs, self._cache = cluster, costs, cache
         self._planned = dict[str, int]()
         self._ready = list[str]()
@@ -254,44 +274,85 @@ class CompressSimulation:
         return Work(costs.compress_step_s + total * costs.compress_token_s, sends)
 
 
+@dataclass(eq=False, slots=True)
+class Decoding:
+    """A request in the decode batch, as it was at step ``since``."""
+
+    request: Request
+    since: int
+    tokens: int
+    """Tokens of the sequence that its pages hold."""
+    written: int
+    """Output tokens after those of ``request``."""
+    left: int
+    """Output tokens until its end."""
+    limit: PageLimit | None = None
+    is_paused: bool = False
+
+    def at(self, step: int) -> int:
+        """Tokens that its pages hold after a step."""
+        return self.tokens if self.is_paused else self.tokens + step - self.since
+
+
 class DecodeSimulation:
     """Decodes a token for each running request at each step.
 
-    Which step is the last of a request is known when it joins, so a step costs no time of ours
-    for each request in it.
+    Which steps are the last of a request, or reach its page limit, is known when it joins or gets
+    another limit. So a step costs no time of ours for each request in it.
     """
 
     stage: Stage = "decode"
 
-    def __init__(self, cluster: Cluster, costs: Costs, _cache: NodeCache | None) -> None:
-        self._costs = costs
+    def __init__(
+        self, cluster: Cluster, costs: Costs, _cache: NodeCache | None, lengths: Lengths
+    ) -> None:
+        self._costs, self._cluster, self._lengths = costs, cluster, lengths
         self._has_arenas = len({arena for _, arena, _ in cluster.workers}) > 1
+        self._step_pages = cluster.plan.geometry.head_rows * max(1, len(cluster.plan.classes))
+        self._batch = dict[str, Decoding]()
+        self._limits = dict[str, PageLimit]()
         self._running = 0
+        """Requests of the batch that are not paused."""
         self._stored = 0
         """Tokens that a step attends to."""
         self._steps = 0
         self._joined = list[str]()
-        self._ends = defaultdict[int, list[tuple[Request, int]]](list)
-        """Requests, and tokens stored by then, that end with a step."""
+        self._events = defaultdict[int, list[tuple[str, Decoding]]](list)
+        """What happens with a step: a request "ends", "asks" for pages or "pauses". Valid while
+        the request still has that entry."""
         self._tempo = DecodeDeadlines()
 
     def accept(self, message: Message, now: float) -> Work | None:
-        if isinstance(message, Preempt):
-            return Work(0.0, self._suspend(message.requests))
-        if not isinstance(message, Join):
-            return None
-        request, tokens = message.request, message.handle.tokens
-        left = request.sampling.max_tokens - len(message.output_tokens)
-        self._ends[self._steps + left].append((request, tokens + left))
-        self._running += 1
-        self._stored += tokens
+        match message:
+            case Preempt():
+                return Work(0.0, [s for name in message.requests for s in self._suspend(name)])
+            case PageLimit():
+                self._set_limit(message, now)
+                return Work(0.0)
+            case Evict():
+                return Work(0.0, [self._evict(message)])
+            case Join():
+                return Work(0.0, self._join(message, now))
+            case _:
+                return None
+
+    def _join(self, message: Join, now: float) -> list[Send]:
+        request, tokens, written = message.request, message.handle.tokens, message.output_tokens
+        left = self._lengths[request.id] - len(request.output_tokens) - len(written)
+        limit = self._limits.pop(request.id, None)
+        one = Decoding(request, self._steps, tokens, len(written), left)
+        one.limit = limit if limit and limit.pages else None
+        self._enter(one)
         tpot_s = request.slo.tpot_s
-        self._tempo.join(request.id, tpot_s, len(message.output_tokens), message.age_s, now)
-        if len(message.output_tokens) == 1:
+        self._tempo.join(request.id, tpot_s, len(written), message.age_s, now)
+        if len(written) == 1 and not request.output_tokens:
             self._joined.append(request.id)
+        sends = list[Send]()
         if self._has_arenas:  # the pages may be another machine's; that they travel costs nothing
-            return Work(0.0, [Send(ROUTER, Fetched(request=request.id))])
-        return Work(0.0)
+            sends.append(Send(ROUTER, Fetched(request=request.id)))
+        if message.previous_worker:
+            sends.append(Send(ROUTER, Resumed(request=request.id)))
+        return sends
 
     def has_work(self) -> bool:
         return self._running > 0
@@ -307,45 +368,118 @@ class DecodeSimulation:
         self._steps += 1
         self._tempo.step()
         self._stored += count
-        ended = self._ends.pop(self._steps, ())
-        sends = list[Send]()
-        for request, stored in ended:
-            self._running -= 1
-            self._stored -= stored
-            self._tempo.leave(request.id)
-            sends.append(
-                Send(ROUTER, Finished(request=request.id, tokens=request.sampling.max_tokens))
-            )
-        last = tuple(request.id for request, _ in ended)
+        sends, last = list[Send](), list[str]()
+        for event, one in self._events.pop(self._steps, ()):
+            name = one.request.id
+            if self._batch.get(name) is not one:
+                continue
+            if event == "ends":
+                self._leave(one)
+                last.append(name)
+                sends.append(Send(ROUTER, Finished(request=name, tokens=self._lengths[name])))
+            else:
+                sends.append(self._ask(one, is_paused=event == "pauses"))
         joined, self._joined = tuple(self._joined), []
-        return Work(seconds, sends, StepOutput(count, (), last, joined, self._running > 0))
+        output = StepOutput(count, (), tuple(last), joined, self._running > 0)
+        return Work(seconds, sends, output)
 
-    def _suspend(self, names: tuple[str, ...]) -> list[Send]:
-        """Preempt those of the requests that still run."""
-        self._joined = [name for name in self._joined if name not in names]
-        found = [
-            (step, request, stored)
-            for step, ending in self._ends.items()
-            for request, stored in ending
-            if request.id in names
-        ]
-        sends = list[Send]()
-        for step, request, stored_then in found:
-            self._ends[step].remove((request, stored_then))
-            left = step - self._steps
-            stored = stored_then - left
-            self._tempo.leave(request.id)
+    def _enter(self, one: Decoding) -> None:
+        """Add a request to the running ones, with its next events."""
+        self._batch[one.request.id] = one
+        self._running += 1
+        self._stored += one.tokens
+        self._events[self._steps + one.left].append(("ends", one))
+        limit = one.limit
+        if limit is None:
+            return
+        most = self._tokens_in(one, limit.pages)
+        if limit.tokens:
+            most = min(most, limit.tokens)
+        # A step that would pass the limit is not begun: the request pauses after the one before.
+        pause = max(1, most - one.tokens)
+        if pause >= one.left:
+            return
+        early = min(most - EARLY_TOKENS, self._tokens_in(one, limit.pages - self._step_pages) + 1)
+        ask = max(1, early - one.tokens)
+        if ask < pause:
+            self._events[self._steps + ask].append(("asks", one))
+        self._events[self._steps + pause].append(("pauses", one))
+
+    def _tokens_in(self, one: Decoding, pages: int) -> int:
+        """Tokens, from those that a request has on, that fit this number of pages."""
+        lengths = range(one.tokens + 1, one.tokens + one.left + 2)
+        return one.tokens + bisect_right(lengths, pages, key=self._cluster.stored_pages)
+
+    def _ask(self, one: Decoding, *, is_paused: bool) -> Send:
+        tokens, stored = one.at(self._steps), self._cluster.stored_pages
+        wanted = max(0, stored(tokens + 1) - stored(tokens))
+        if is_paused:
+            self._leave(one)
+            self._batch[one.request.id] = paused = self._now(one)
+            paused.is_paused = True
+        pages = stored(tokens)
+        message = PagesWanted(
+            request=one.request.id, tokens=tokens, pages=pages, wanted=wanted * is_paused
+        )
+        return Send(ROUTER, message)
+
+    def _set_limit(self, message: PageLimit, now: float) -> None:
+        one = self._batch.get(message.request)
+        if one is None:
+            self._limits[message.request] = message
+            return
+        if one.is_paused:
+            self._tempo.join(one.request.id, one.request.slo.tpot_s, 1, 0.0, now)
+        self._leave(one, keeps_deadline=True)
+        after = self._now(one)
+        after.limit = message if message.pages else None
+        self._enter(after)
+
+    def _now(self, one: Decoding) -> Decoding:
+        """A request as it is after the present step."""
+        more = one.at(self._steps) - one.tokens
+        return Decoding(
+            one.request,
+            self._steps,
+            one.tokens + more,
+            one.written + more,
+            one.left - more,
+            one.limit,
+        )
+
+    def _leave(self, one: Decoding, *, keeps_deadline: bool = False) -> None:
+        """Remove a request from the batch."""
+        self._batch.pop(one.request.id, None)
+        if not keeps_deadline:
+            self._tempo.leave(one.request.id)
+        if not one.is_paused:
             self._running -= 1
-            self._stored -= stored
-            output_tokens = (FIRST_TOKEN,) * (request.sampling.max_tokens - left)
-            handle = lease_ref(request.id, stored)
-            sends.append(
-                Send(
-                    ROUTER,
-                    Preempted(request=request.id, output_tokens=output_tokens, handle=handle),
-                )
-            )
-        return sends
+            self._stored -= one.at(self._steps)
+
+    def _suspend(self, name: str) -> list[Send]:
+        """Preempt a request, if it still runs."""
+        one = self._take(name)
+        if one is None:
+            return []
+        handle = lease_ref(name, one.tokens)
+        output_tokens = (FIRST_TOKEN,) * one.written
+        return [Send(ROUTER, Preempted(request=name, output_tokens=output_tokens, handle=handle))]
+
+    def _evict(self, message: Evict) -> Send:
+        one = self._take(message.request)
+        tokens = (FIRST_TOKEN,) * one.written if one else ()
+        evicted = Evicted(request=message.request, number=message.number, output_tokens=tokens)
+        return Send(ROUTER, evicted)
+
+    def _take(self, name: str) -> Decoding | None:
+        """Remove a request from the batch, as it is now; None if it is not there."""
+        self._limits.pop(name, None)
+        one = self._batch.get(name)
+        if one is None:
+            return None
+        self._joined = [other for other in self._joined if other != name]
+        self._leave(one)
+        return self._now(one)
 
 
 ENGINES = {
@@ -356,7 +490,11 @@ ENGINES = {
 
 
 def engines_of(
-    stages: Iterable[Stage], cluster: Cluster, costs: Costs, cache: NodeCache | None
+    stages: Iterable[Stage],
+    cluster: Cluster,
+    costs: Costs,
+    cache: NodeCache | None,
+    lengths: Lengths,
 ) -> list[SimulatedEngine]:
     """The engines of one worker, in the order in which its loop steps them."""
-    return [ENGINES[stage](cluster, costs, cache) for stage in stages]
+    return [ENGINES[stage](cluster, costs, cache, lengths) for stage in stages]

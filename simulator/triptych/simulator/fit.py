@@ -91,9 +91,9 @@ def summary_of(trial: Trial) -> Figures:
     """The same of a simulated run."""
     done = [one for one in trial.outcomes if one.is_done]
     tpot_s = [
-        (one.last_s - one.first_s) / (one.job.max_tokens - 1)
+        (one.last_s - one.first_s) / (one.job.answer_tokens - 1)
         for one in done
-        if one.job.max_tokens > 1
+        if one.job.answer_tokens > 1
     ]
     return summary([one.first_s - one.due_s for one in done], tpot_s, len(done) / trial.duration_s)
 

@@ -34,14 +34,23 @@ class Job:
     """When it is sent; within a session, the time after the end of the job before."""
     segments: Segments = ()
     """Runs that the prompt consists of; empty: tokens that no other prompt has."""
+    output_tokens: int = 0
+    """Tokens after which its answer ends; 0: it ends at ``max_tokens``."""
     slo: Slo = NO_SLO
     """Its SLO. Simulated workers cannot cancel, so it has no deadline."""
 
     def __post_init__(self) -> None:
         require(not self.slo.deadline_s, "deadline_s", self.slo.deadline_s, "0 in a simulation")
+        ends = 0 <= self.output_tokens <= self.max_tokens
+        require(ends, "output_tokens", self.output_tokens, f"0 to max_tokens ({self.max_tokens})")
         named = sum(tokens for _, tokens in self.segments)
         fits = not self.segments or named == self.prompt_tokens
         require(fits, "segments", named, f"prompt_tokens ({self.prompt_tokens}) in all")
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of its answer."""
+        return self.output_tokens or self.max_tokens
 
 
 Chain = Sequence[Job]

@@ -22,6 +22,7 @@ from triptych.core.messages import (
     Encode,
     Finished,
     Join,
+    PageLimit,
     Prefill,
     Report,
     Resume,
@@ -155,9 +156,10 @@ def test_who_asks_for_log_probabilities_is_taken_over_like_everybody() -> None:
     driver = whole()
     asked = replace(request(), sampling=Sampling(max_tokens=50, logprobs=2))
     driver.bring_to("decoding", asked)
-    [send] = driver.router.lost("D", driver.now)
+    limit, send = driver.router.lost("D", driver.now)
+    assert isinstance(limit.message, PageLimit)
     assert isinstance(send.message, Resume)
-    assert (send.to, send.message.join.request) == ("E", asked)
+    assert (limit.to, send.to, send.message.join.request) == ("E", "E", asked)
 
 
 def stall_driver() -> Driver:

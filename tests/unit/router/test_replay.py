@@ -1,5 +1,6 @@
 """A recorded router, replayed: the same decisions, or the first that differs."""
 
+import gzip
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from triptych.core.pages import PagePlan
 from triptych.router import Timeouts
 from triptych.router.replay import RecordingScheduler, replay
 from triptych.simulator import Cluster, Simulation
+
+DATA = Path(__file__).parent / "data"
 
 
 def record(path: Path, cluster: Cluster, count: int = 25) -> None:
@@ -61,6 +64,14 @@ def test_the_first_decision_that_differs_is_told(tmp_path: Path) -> None:
     records[0]["config"]["batch_policy"] = "static:p4c4d8"
     path.write_bytes(b"".join(map(msgpack.packb, records)))
     assert "recorded Prefill to p0, replayed nothing" in replay(path).difference
+
+
+def test_bookings_by_bounds_decide_as_they_did_before_there_were_others(tmp_path: Path) -> None:
+    """Six routers of the last version without forecasts: all policies, several nodes, roles."""
+    path = tmp_path / "r"
+    path.write_bytes(gzip.decompress((DATA / "decisions_by_bounds.gz").read_bytes()))
+    found = replay(path)
+    assert (found.starts, found.calls, found.difference) == (6, 2841, "")
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,7 +6,7 @@ at the end whether anything was left behind.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
@@ -26,6 +26,8 @@ from triptych.core.messages import (
     Compressed,
     CompressionReport,
     Encode,
+    Evict,
+    Evicted,
     Expect,
     Expel,
     Failed,
@@ -34,6 +36,8 @@ from triptych.core.messages import (
     Layers,
     LayersEncoded,
     Message,
+    PageLimit,
+    PagesWanted,
     Planned,
     Preempt,
     Preempted,
@@ -75,6 +79,9 @@ WORKERS: dict[str, tuple[Stage, ...]] = {
     "all2": ("prefill", "compress", "decode"),
 }
 INGRESSES = ("in0", "in1")
+REPEATABLE = (
+    Prefilled | Planned | Compressed | Resumed | Preempted | Finished | PagesWanted | Evicted
+)
 
 
 @dataclass(eq=False)
@@ -87,6 +94,8 @@ class Held:
     """Set once the pages are on offer to the next stage."""
     decoding: Request | None = None
     written: int = 0
+    limit: PageLimit | None = None
+    is_paused: bool = False
 
 
 @dataclass(eq=False)
@@ -123,6 +132,13 @@ class FakeWorker:
     """Prompt tokens of what is being compressed."""
     expected: set[str] = field(default_factory=set[str])
     """Prompts of which layers may come."""
+    limits: dict[str, PageLimit] = field(default_factory=dict[str, PageLimit])
+    """Page limits of requests that have not joined yet."""
+
+    @property
+    def ready(self) -> list[str]:
+        """Running requests that need not wait for pages."""
+        return [name for name in self.running if not self.held[name].is_paused]
 
     @property
     def running(self) -> list[str]:
@@ -154,7 +170,7 @@ class FakeWorld:
         self.unnoticed = list[str]()
         self.record_report = list[tuple[str, Message]]()
         self.check_admissions = True
-        self.resumed = self.suspended = 0
+        self.resumed = self.suspended = self.evicted = 0
 
     # ---------------------------------------------------------------- the router's side
 
@@ -263,8 +279,8 @@ class FakeWorld:
             self.accept(worker, worker.inbox.popleft())
         elif (task := worker.next_task()) is not None:
             self.work(worker, task)
-        elif worker.running:
-            self.decode(worker, worker.running[0])
+        elif worker.ready:
+            self.decode(worker, worker.ready[0])
         else:
             return False
         return True
@@ -299,6 +315,10 @@ class FakeWorld:
             case Preempt():
                 for name in message.requests:
                     self.suspend(worker, name)
+            case PageLimit():
+                self.limit(worker, message)
+            case Evict():
+                self.evict(worker, message)
             case Cancel():
                 for name in message.requests:
                     self.cancel(worker, name)
@@ -330,7 +350,7 @@ class FakeWorld:
 
     def read_layers(self, worker: FakeWorker, task: Reading) -> None:
         """Some layers of a prompt; the last ones go the way of a whole prompt."""
-        plan, tokens = self.shape, len(task.request.prompt)
+        plan, tokens = self.shape, task.request.known_tokens
         at_once = plan.layers_of(tokens)
         end = min(task.first + at_once, plan.geometry.layers)
         held = Held(RAW.pages(tokens), end - task.first)
@@ -376,9 +396,9 @@ class FakeWorld:
         return [held for key, held in worker.held.items() if key.startswith(f"{name}/")]
 
     def prefill(self, worker: FakeWorker, request: Request, last: Held | None = None) -> None:
-        prompt = len(request.prompt)
+        prompt = request.known_tokens
         handle = None
-        if request.sampling.max_tokens > 1:
+        if request.sampling.max_tokens - len(request.output_tokens) > 1:
             held = worker.held[request.id] = last or Held(RAW.pages(prompt))
             handle = KVHandle(self.offer(held), (), prompt)
         else:
@@ -430,6 +450,7 @@ class FakeWorld:
             self.refuse(worker, name, error, 1)
             return
         held.decoding, held.written = message.request, len(message.output_tokens) - 1
+        self.set_limit(held, worker.limits.pop(name, None))
         assert len(worker.running) <= SLOTS
         if message.previous_worker:
             worker.outbox.append(Resumed(request=name))
@@ -440,7 +461,7 @@ class FakeWorld:
             return
         request, held.decoding = held.decoding, None
         output_tokens = (7,) * (held.written + 1)
-        handle = KVHandle(self.offer(held), (), len(request.prompt) + held.written)
+        handle = KVHandle(self.offer(held), (), request.known_tokens + held.written)
         self.suspended += 1
         worker.outbox.append(Preempted(request=name, output_tokens=output_tokens, handle=handle))
 
@@ -461,26 +482,60 @@ class FakeWorld:
             self.refuse(worker, name, StageLost("decode"), 0)
             return
         held.lease_ref, held.decoding = None, message.join.request
+        self.set_limit(held, worker.limits.pop(name, None))
         self.resumed += 1
         assert len(worker.running) <= SLOTS
         worker.outbox.append(Resumed(request=name))
 
+    @staticmethod
+    def set_limit(held: Held, limit: PageLimit | None) -> None:
+        held.limit, held.is_paused = limit if limit and limit.pages else None, False
+
+    def limit(self, worker: FakeWorker, message: PageLimit) -> None:
+        if message.request in worker.running:
+            self.set_limit(worker.held[message.request], message)
+        else:
+            worker.limits[message.request] = message
+
+    def evict(self, worker: FakeWorker, message: Evict) -> None:
+        """Free the pages of a request that runs here, or is on offer."""
+        name = message.request
+        held = worker.held.pop(name, None)
+        tokens = (7,) * (held.written + 1) if held and held.decoding else ()
+        self.evicted += 1
+        evicted = Evicted(request=name, number=message.number, output_tokens=tokens)
+        worker.outbox.append(evicted)
+
     def decode(self, worker: FakeWorker, name: str) -> None:
         """Write up to ten tokens of one request."""
         held = worker.held[name]
-        request = held.decoding
+        request, rows = held.decoding, PLAN.geometry.head_rows
         assert request is not None
         for _ in range(10):
-            held.written += 1
-            if held.written >= request.sampling.max_tokens:
-                del worker.held[name]
-                self.end(name, "finished")
-                worker.outbox.append(Finished(request=name, tokens=held.written))
-                return
-            tokens = len(request.prompt) + held.written
+            tokens = request.known_tokens + held.written + 1
+            is_last = len(request.output_tokens) + held.written + 2 > request.sampling.max_tokens
             encoded = PLAN.leaving_pages(tokens - 1) * RAW.tokens
             need = STORED.pages(encoded) + RAW.pages(tokens - encoded) + 1
-            held.pages = max(held.pages, min(need, self.most_pages(request)))
+            need = max(held.pages, min(need, self.most_pages(request)))
+            limit = held.limit
+            if limit and not is_last and (rows * need > limit.pages or tokens > limit.tokens):
+                held.is_paused = True
+                wanted = PagesWanted(
+                    request=name,
+                    tokens=tokens - 1,
+                    pages=rows * held.pages,
+                    wanted=rows * (need - held.pages),
+                )
+                worker.outbox.append(wanted)
+                return
+            held.written += 1
+            total = len(request.output_tokens) + held.written
+            if total >= request.sampling.max_tokens:
+                del worker.held[name]
+                self.end(name, "finished")
+                worker.outbox.append(Finished(request=name, tokens=total))
+                return
+            held.pages = need
         worker.held[name] = worker.held.pop(name)  # the next step takes another request
 
     @staticmethod
@@ -524,7 +579,8 @@ class FifoWorld(FakeWorld):
 
     def note_admitted(self, admitted: list[str]) -> None:
         order = [name for name in self.waiting if name in admitted]
-        assert sorted(admitted) == sorted(order)
+        again = [name for name in admitted if name not in self.waiting]  # evicted before
+        assert sorted(admitted) == sorted([*order, *again])
         assert order == self.waiting[: len(order)]
         self.waiting = self.waiting[len(order) :]
 
@@ -538,15 +594,19 @@ class RouterMachine(RuleBasedStateMachine):
     roles: ClassVar[Literal["both", "dynamic"]] = "both"
     priorities: ClassVar[tuple[int, ...]] = (0, 0, 0)
     plan: ClassVar[PagePlan] = PLAN
+    booking: ClassVar[Literal["forecast", "bounds"]] = "bounds"
+    times: ClassVar[int] = 1
+    """Answers are so many times as long as the rules draw."""
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(seed=st.integers(0, 1 << 16))
+    def begin(self, seed: int) -> None:
         config = RouterConfig(
             batch_policy=self.policy,
             max_overtake_s=GreedyWorld.max_overtake_s,
             max_queued_requests=8,
             prefill_batch_tokens=300,
             roles=self.roles,
+            booking=self.booking,
         )
         timeouts = Timeouts(
             report_bound_s=1000.0,
@@ -558,11 +618,15 @@ class RouterMachine(RuleBasedStateMachine):
         kind = GreedyWorld if self.policy in ("greedy_by_memory", "dynamic") else FifoWorld
         kind = UrgentWorld if any(self.priorities) else kind
         router = Scheduler(config, self.plan, CAPACITY, timeouts)
+        self.forecast(router, Random(seed))
         self.world = kind(router, self.plan, answers_cancel=self.answers_cancel)
         for address in self.addresses:
             self.world.start(address)
         for address in INGRESSES:
             self.hello_ingress(address)
+
+    def forecast(self, router: Scheduler, lies: Random) -> None:
+        """Have the router forecast something else than what it learns."""
 
     def hello_ingress(self, address: str) -> None:
         self.world.starts += 1
@@ -591,7 +655,7 @@ class RouterMachine(RuleBasedStateMachine):
             request = Request(
                 id=name,
                 prompt=(1,) * prompt,
-                sampling=Sampling(max_tokens=new),
+                sampling=Sampling(max_tokens=self.times * new),
                 reply_to=ingress,
                 priority=self.priorities[urgency],
             )
@@ -693,8 +757,14 @@ class RouterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.record_report)
     def repeat(self, index: int) -> None:
         """A message of a stage comes a second time."""
-        sender, message = self.world.record_report[index % len(self.world.record_report)]
-        if isinstance(message, Prefilled | Planned | Compressed | Resumed | Preempted | Finished):
+        place = index % len(self.world.record_report)
+        sender, message = self.world.record_report[place]
+        if not isinstance(message, REPEATABLE):
+            return
+        # A worker that hands a request back a second time has sent other messages about it since.
+        later = (m for _, m in self.world.record_report[place + 1 :])
+        names = (getattr(m, "request", "") for m in later)
+        if not (isinstance(message, Preempted) and message.request in names):
             self.world.deliver(self.world.router.on(message, sender, self.world.now))
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.5, 3.0, 5.0]))
@@ -724,15 +794,30 @@ class RouterMachine(RuleBasedStateMachine):
         )
         waiting = [entry.id for entry in cluster.requests.in_state(State.WAITING)]
         queue = [one.id for one in cluster.requests.queue.at(now).in_order()]
-        if any(self.priorities):
+        if any(self.priorities) or self.booking == "forecast":
             queue, waiting = sorted(queue), sorted(waiting)
         assert queue == waiting
 
     @invariant()
     def no_more_is_held_than_is_booked(self) -> None:
+        snapshot = self.world.router.snapshot(self.world.now)
+        booked = sum(snapshot.booked_bytes.values())
         if self.answers_cancel and not self.world.unnoticed:
-            booked = self.world.router.snapshot(self.world.now).booked_bytes
-            assert self.world.bytes_held <= sum(booked.values())
+            assert self.world.bytes_held <= booked
+        assert snapshot.held_bytes <= booked <= snapshot.bound_bytes
+
+    @invariant()
+    def sums_of_the_ledger_are_those_of_its_requests(self) -> None:
+        ledger = self.world.router._cluster.ledger
+        names = list(ledger._lines)
+        assert ledger.held_bytes == sum(map(ledger.held_of, names))
+        assert ledger.bound_bytes == sum(map(ledger.bound_of, names))
+        assert sum(ledger.arenas.values()) == sum(map(ledger.booked_by, names))
+
+    @invariant()
+    def no_request_fails_for_memory(self) -> None:
+        counters = self.world.router.snapshot(self.world.now).counters
+        assert not counters.get("estimate_too_low", 0)
 
     @invariant()
     def nobody_hears_two_endings(self) -> None:
@@ -760,8 +845,9 @@ class RouterMachine(RuleBasedStateMachine):
             if address not in world.workers:
                 world.start(address)
         for _ in range(50):
+            rounds = iter(range(2000))
             while self._run_all():
-                pass
+                assert next(rounds, None) is not None, "they work for ever"
             world.now += 1.0
             world.reclaim()
             world.deliver(world.router.tick(world.now))
@@ -839,6 +925,48 @@ class RolesMachine(RouterMachine):
     roles = "dynamic"
 
 
+class ForecastMachine(RouterMachine):
+    """Bookings follow forecasts, and answers are often longer."""
+
+    booking = "forecast"
+    times = 5
+
+
+class LyingMachine(ForecastMachine):
+    """Forecasts are anything: that all answers end at once or never, pages of any size."""
+
+    def forecast(self, router: Scheduler, lies: Random) -> None:
+        bookings = router._growth.bookings
+
+        def survival(_tenant: str, _written: int, _limit: int, ahead: Sequence[int]) -> list[float]:
+            return [lies.choice((0.0, lies.random(), 1.0)) for _ in ahead]
+
+        bookings.lengths.survival = survival  # type: ignore[method-assign]
+        bookings.ratios.at = lambda *_: (lies.uniform(0, 2), lies.uniform(0, 1))  # type: ignore
+
+
+class OvercommittingMachine(ForecastMachine):
+    """Forecasts say that nothing will be needed: as much starts as is free."""
+
+    def forecast(self, router: Scheduler, lies: Random) -> None:
+        bookings = router._growth.bookings
+        bookings.lengths.survival = lambda *_: [0.0] * 8  # type: ignore
+        bookings.ratios.at = lambda *_: (0.0, 0.0)  # type: ignore
+
+
+class ForecastUrgentMachine(OvercommittingMachine):
+    priorities = (0, 0, -3)
+
+
+class ForecastColocatedPartsMachine(OvercommittingMachine):
+    addresses = ("all0",)
+    plan = IN_PARTS
+
+
+class ForecastSilentMachine(LyingMachine):
+    answers_cancel = False
+
+
 LIMITS = settings(
     max_examples=60,
     stateful_step_count=50,
@@ -867,3 +995,15 @@ TestSilentParts = SilentPartsMachine.TestCase
 TestSilentParts.settings = LIMITS
 TestRoles = RolesMachine.TestCase
 TestRoles.settings = LIMITS
+TestForecast = ForecastMachine.TestCase
+TestForecast.settings = LIMITS
+TestLying = LyingMachine.TestCase
+TestLying.settings = LIMITS
+TestOvercommitting = OvercommittingMachine.TestCase
+TestOvercommitting.settings = LIMITS
+TestForecastUrgent = ForecastUrgentMachine.TestCase
+TestForecastUrgent.settings = LIMITS
+TestForecastColocatedParts = ForecastColocatedPartsMachine.TestCase
+TestForecastColocatedParts.settings = LIMITS
+TestForecastSilent = ForecastSilentMachine.TestCase
+TestForecastSilent.settings = LIMITS

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import PoolExhausted
-from triptych.core.messages import Failed, Sampling
+from triptych.core.messages import Message, PagesWanted, Sampling, Tokens
 from triptych.workers.local import Completion, LocalServer
 
 VOCAB = 258
@@ -133,7 +134,7 @@ def test_a_request_that_can_never_fit_is_refused_and_others_go_on(tiny_model: Pa
 
 def test_an_answer_ends_at_the_context_whatever_max_tokens_says(tiny_model: Path) -> None:
     with LocalServer(config(), tiny_model) as server:
-        (answer,) = server.complete([server.request(prompt(505), greedy(100))])
+        (answer,) = server.complete([server.request(prompt(505), greedy(40))])
     assert len(answer.tokens) == 512 - 505
     assert answer.finish == "length"
 
@@ -275,21 +276,59 @@ def take_all(server: LocalServer) -> Iterator[NDArray[np.int32]]:
             yield server.pool.allocate(1)
 
 
-@pytest.mark.parametrize("asked", range(60, 73))
-def test_a_pool_that_runs_dry_ends_the_request_and_nothing_else(
-    tiny_model: Path, asked: int
+@pytest.mark.parametrize("asked", [60, 66])
+@pytest.mark.parametrize("booking", ["forecast", "bounds"])
+def test_a_pool_that_runs_dry_pauses_the_request_and_it_goes_on(
+    tiny_model: Path, asked: int, booking: str
 ) -> None:
     """Wherever the next page is missed: for a raw page, or for tokens that leave the window."""
-    with LocalServer(config(compressor={"policy": "uniform:k8v4"}), tiny_model) as server:
+    settings = config(compressor={"policy": "uniform:k8v4"}, router={"booking": booking})
+    with LocalServer(settings, tiny_model) as server:
+        (undisturbed,) = server.complete([server.request(prompt(asked), greedy(300))])
         stream = server.stream([server.request(prompt(asked), greedy(300))])
-        next(stream)
-        next(stream)
+        tokens = [*next(stream).tokens, *next(stream).tokens]
         hoard = list(take_all(server))
-        *_, last = stream
-        assert isinstance(last, Failed)
-        assert last.status == 503
-        for pages in hoard:
-            server.pool.free(pages)
+        timer = threading.Timer(0.3, lambda: [server.pool.free(pages) for pages in hoard])
+        timer.start()
+        for event in stream:
+            assert isinstance(event, Tokens)
+            tokens += event.tokens
+        assert tuple(tokens) == tuple(undisturbed.tokens)
+        assert server.counters["pool_exhausted"] >= 1
+        timer.join()
         (answer,) = server.complete([server.request(prompt(5), greedy(3))])
         assert len(answer.tokens) == 3
+        assert server.pool.stat().request_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "kib"), [("uniform:fp16", 1024), ("uniform:k8v4", 640), ("diffkv", 560)]
+)
+def test_requests_that_outgrow_the_pool_make_room_for_older_ones_and_all_end(
+    tiny_model: Path, policy: str, kib: int
+) -> None:
+    """Every answer is longer than forecast: some requests are computed again, and none fails."""
+    heard = list[PagesWanted]()
+
+    def watch(message: Message) -> None:
+        if isinstance(message, PagesWanted):
+            heard.append(message)
+
+    settings = config(
+        compressor={"policy": policy, "recent_window_tokens": 20},
+        pool={"kv_cache_memory_bytes": kib << 10, "extent_pages": 1, "prefix_bytes": 0},
+        router={"overcommit_risk": 0.5},
+    )
+    with LocalServer(settings, tiny_model, watch=watch) as server:
+        asked = [server.request(prompt(20, seed), greedy(250)) for seed in range(8)]
+        answers = server.complete(asked)
+        assert [len(answer.tokens) for answer in answers] == [250] * 8
+        assert [len(answer.logprobs) for answer in answers] == [250] * 8
+        assert {answer.finish for answer in answers} == {"length"}
+        assert server.counters["growth:booked"] > 0
+        assert server.counters["recomputed"] > 0
+        assert "pool_exhausted" not in server.counters
+        assert "failed" not in server.counters
+        assert len(heard) < 8 * 60
+        assert server.booked_bytes == {}
         assert server.pool.stat().request_pages == 0

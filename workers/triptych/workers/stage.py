@@ -9,6 +9,7 @@ from triptych.core.messages import (
     Cancel,
     Compress,
     Encode,
+    Evict,
     Expect,
     Finished,
     Join,
@@ -89,7 +90,7 @@ def requests_of(message: Message) -> list[str]:
             | Cancel(requests=names)
         ):
             return list(names)
-        case Layers(request=name) | LayersEncoded(request=name):
+        case Layers(request=name) | LayersEncoded(request=name) | Evict(request=name):
             return [name]
         case Join(request=request) | Resume(join=Join(request=request)):
             return [request.id]

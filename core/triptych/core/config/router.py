@@ -57,6 +57,16 @@ class RouterConfig:
     """Maximum load of a shard, as a multiple of the mean over all shards, in bytes of pages of the
     requests of one ingress; above it, the next shard on the hash ring is used. Above 1."""
 
+    booking: Literal["forecast", "bounds"] = "forecast"
+    """Bytes of pages that are booked for a request: ``forecast`` (what it will take soon, learned
+    from earlier answers; more is booked as it grows, and if memory runs short, the youngest
+    requests are preempted) or ``bounds`` (all that it can take until ``max_tokens``, so that no
+    request ever waits once it runs). Batches of fixed size (``static:``) always use bounds."""
+
+    overcommit_risk: float = 0.0001
+    """``booking: forecast``: probability with which the running requests of an arena may come to
+    need more than its memory. New ones start while it is not higher. Above 0, up to 0.5."""
+
     rebalance_requests: int = 2
     """Difference in running requests between two decode workers above which one request migrates to
     the other; 0: none migrates."""
@@ -84,6 +94,8 @@ class RouterConfig:
         require(self.shards >= 1, "router.shards", self.shards, ">= 1")
         times = self.shard_overload  # at 1 a request might find no shard below the bound
         require(times > 1, "router.shard_overload", times, "> 1")
+        risk = self.overcommit_risk
+        require(0 < risk <= 0.5, "router.overcommit_risk", risk, "above 0, up to 0.5")
         gap = self.rebalance_requests  # a move that 1 allows could be undone for ever
         require(gap == 0 or gap >= 2, "router.rebalance_requests", gap, "0, or 2 and more")
         require(self.ageing_s > 0, "router.ageing_s", self.ageing_s, "> 0")

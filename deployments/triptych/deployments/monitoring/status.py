@@ -35,6 +35,8 @@ class Status:
                 oldest_waiting_s=max(one.oldest_waiting_s for one in routers),
                 counters=_sum(one.counters for one in routers),
                 workers=tuple(worker for one in routers for worker in one.workers),
+                held_bytes=sum(one.held_bytes for one in routers),
+                bound_bytes=sum(one.bound_bytes for one in routers),
             ),
             pools=tuple(pool for status in shards for pool in status.pools),
             reports=tuple(report for status in shards for report in status.reports),
@@ -80,6 +82,8 @@ class Status:
             "triptych_kv_cache_usage_perc": booked / capacity if capacity else 0.0,
             "triptych_router_capacity_bytes": float(capacity),
             "triptych_router_booked_bytes": float(booked),
+            "triptych_router_held_bytes": float(router.held_bytes),
+            "triptych_router_bound_bytes": float(router.bound_bytes),
             "triptych_router_oldest_waiting_seconds": router.oldest_waiting_s,
         }
         for state, count in router.requests.items():

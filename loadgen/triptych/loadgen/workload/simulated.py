@@ -35,7 +35,7 @@ def figures_of(trial: Trial, slo: Slo) -> Figures:
     done = [one for one in trial.outcomes if one.is_done]
     inside = [one for one in done if is_inside(one, slo)]
     read = sum(one.job.prompt_tokens for one in done)
-    written = sum(one.job.max_tokens for one in done)
+    written = sum(one.job.answer_tokens for one in done)
     duration = trial.duration_s or 1e-9
     figures: Figures = {
         "duration": trial.duration_s,
@@ -54,7 +54,7 @@ def figures_of(trial: Trial, slo: Slo) -> Figures:
         **distribution("itl", weighted(trial.gaps)),
         **distribution("e2el", [one.last_s - one.due_s for one in done]),
         **distribution(
-            "norm_latency", [(one.last_s - one.due_s) / one.job.max_tokens for one in done]
+            "norm_latency", [(one.last_s - one.due_s) / one.job.answer_tokens for one in done]
         ),
         "mean_kv_bytes": trial.mean_booked_bytes,
         "peak_kv_bytes": trial.peak_booked_bytes,
@@ -64,7 +64,7 @@ def figures_of(trial: Trial, slo: Slo) -> Figures:
 
 def tpot_s(outcome: Outcome) -> float | None:
     """Time per output token after the first; None for an answer of one token."""
-    count = outcome.job.max_tokens
+    count = outcome.job.answer_tokens
     return (outcome.last_s - outcome.first_s) / (count - 1) if count > 1 else None
 
 
@@ -95,7 +95,7 @@ def per_job(trial: Trial) -> dict[str, object]:
     outcomes = sorted(trial.outcomes, key=lambda one: one.due_s)
     return {
         "input_lens": [one.job.prompt_tokens for one in outcomes],
-        "output_lens": [one.job.max_tokens if one.is_done else 0 for one in outcomes],
+        "output_lens": [one.job.answer_tokens if one.is_done else 0 for one in outcomes],
         "ttfts": [max(0.0, one.first_s - one.due_s) for one in outcomes],
         "itls": [_gaps(one) for one in outcomes],
         "latencies": [one.last_s - one.due_s for one in outcomes],
@@ -107,7 +107,7 @@ def per_job(trial: Trial) -> dict[str, object]:
 def _gaps(outcome: Outcome) -> list[float]:
     """The mean gap for each token; the simulator keeps no single gaps."""
     gap = tpot_s(outcome)
-    return [] if gap is None else [gap] * (outcome.job.max_tokens - 1)
+    return [] if gap is None else [gap] * (outcome.job.answer_tokens - 1)
 
 
 def decision_ms(trial: Trial) -> dict[str, float]:

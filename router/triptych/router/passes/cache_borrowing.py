@@ -12,6 +12,8 @@ from triptych.router.state.cluster_state import ClusterState
 KEEP_S = 5.0
 """Seconds without a request waiting for memory after which it is returned. Returning it sooner
 would evict prefixes at each burst of requests and compute them again after it."""
+ANSWER_S = 0.5
+"""Seconds within which the pool answers."""
 ASK_AGAIN_S = 2.0
 """Seconds after which the router repeats a request that the pool did not answer or fulfil."""
 
@@ -46,6 +48,8 @@ class CacheBorrowing:
     """Bytes of the prefix cache."""
     _asked: float = -inf
     """When the last request was sent that was not answered, or not in full."""
+    _refused: float = -inf
+    """When the pool last lent less than was requested."""
     _total: int = 0
     """Total that was requested last."""
     _pressed: float = -inf
@@ -53,8 +57,22 @@ class CacheBorrowing:
     _known: set[str] = field(default_factory=set[str])
     """Arenas whose pool has answered; an earlier router may have borrowed there."""
 
-    def run(self, blocked_reason: HeldBy, now: float) -> None:
-        """Borrow what waiting requests lack, or return what is not needed."""
+    def may_lend(self, more: int, now: float) -> bool:
+        """Whether the pool can probably lend ``more`` bytes at once.
+
+        Not if it has just lent less than was requested, or does not answer.
+        """
+        lent = self.cluster.ledger.lent.get(self._arena(), 0)
+        silent_s = now - self._asked if self._asked > -inf else 0.0
+        is_refused = now - self._refused < ASK_AGAIN_S
+        has_some = bool(self._arena()) and more <= self.limit_bytes - lent
+        return has_some and not is_refused and silent_s < ANSWER_S
+
+    def run(self, blocked_reason: HeldBy, now: float, short_bytes: int = 0) -> None:
+        """Borrow what requests lack, or return what is not needed.
+
+        ``short_bytes``: bytes that running requests lack.
+        """
         if self.limit_bytes == 0 or now - self._asked < ASK_AGAIN_S:
             return
         arena = self._arena()
@@ -63,7 +81,10 @@ class CacheBorrowing:
         ledger = self.cluster.ledger
         lent = ledger.lent.get(arena, 0)
         total = lent
-        if blocked_reason == "no_bytes":
+        if short_bytes:
+            self._pressed = now
+            total = enough([short_bytes], lent, self.limit_bytes)
+        elif blocked_reason == "no_bytes":
             self._pressed = now
             total = enough(self._shortages(ledger.free(arena), now), lent, self.limit_bytes)
         elif now - self._pressed >= KEEP_S:
@@ -80,6 +101,7 @@ class CacheBorrowing:
     def on_borrowed(self, message: CacheMemoryBorrowed, now: float) -> None:
         """The pool reports how much it lends."""
         self._asked = now if message.bytes < self._total else -inf
+        self._refused = self._asked
         self._known.add(message.arena)
         self.cluster.ledger.lend(message.arena, message.bytes)
 

@@ -29,6 +29,8 @@ class RequestCompletion:
         default_factory=deque[tuple[float, str, Send]]
     )
     """Time, worker, and the message for the ingress if that worker dies right afterwards."""
+    _names: dict[str, str] = field(default_factory=dict[str, str])
+    """Names of dead decode workers, by ``mark_dead`` of their addresses."""
 
     def finish(self, entry: Entry, worker: str, tokens: int, now: float) -> None:
         """The last worker reports that the output is complete and holds nothing of the request.
@@ -40,7 +42,7 @@ class RequestCompletion:
         self.cluster.requests.history.end(entry.id, "finished", now, tokens=tokens)
         lost = failed(entry.id, StageLost(entry.stage))
         self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
-        if entry.transfer.first_token_at:
+        if entry.transfer.first_token_at and not entry.was_evicted:
             self.cluster.latency.record_decode(
                 now - entry.transfer.first_token_at, tokens, entry.transfer.concurrency_s, now
             )
@@ -73,6 +75,8 @@ class RequestCompletion:
 
         ``name``: its name in the pool, if the pool keeps the pages that the peer held.
         """
+        if name:
+            self._names[mark_dead(address)] = name
         for end in [end for end in self._finished if end[1] == address]:
             self._finished.remove(end)
             _, _, send = end  # an ingress that has the end already ignores it
@@ -128,6 +132,9 @@ class RequestCompletion:
         ):
             self.cluster.dead_workers.remove(name)
             self.cluster.outbox.post(POOL, Expel(worker=name))
+        self._names = {
+            key: name for key, name in self._names.items() if name in self.cluster.dead_workers
+        }
 
     @property
     def _living(self) -> list[Entry]:
@@ -141,6 +148,7 @@ class RequestCompletion:
 
     def _orphan(self, entry: Entry, previous_worker: str, now: float) -> None:
         self.cluster.counters["orphaned"] += 1
+        entry.is_preempt_sent = entry.is_preempted = False  # the dead worker does not answer
         entry.transfer.previous_worker, entry.worker, entry.placement.decode_worker = (
             previous_worker,
             "",
@@ -155,11 +163,18 @@ class RequestCompletion:
             self._remove(entry)
 
     def expire(self, now: float) -> None:
-        """Stop waiting for workers that do not answer, and for the end of finished outputs."""
+        """Stop waiting for workers that do not answer, and for the end of finished outputs.
+
+        While another request is to be taken over from a dead worker, the pool keeps all its pages.
+        """
         while self._finished and now - self._finished[0][0] > END_DELIVERY_S:
             self._finished.popleft()
         for entry in self.cluster.requests.in_state(State.LEAVING):
-            entry.owed = {who: until for who, until in entry.owed.items() if now < until}
+            entry.owed = {
+                who: until
+                for who, until in entry.owed.items()
+                if now < until or self._names.get(who, who) in self.cluster.dead_workers
+            }
             if not entry.owed:
                 self.cluster.counters["leaving_timed_out"] += 1
                 self._remove(entry)

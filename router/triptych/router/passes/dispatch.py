@@ -6,6 +6,7 @@ from triptych.core.config import RouterConfig
 from triptych.core.messages import CompressItem, Join, Prefix, Resume, pack_tokens
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.passes.decision_log import DecisionLog
+from triptych.router.passes.growth import Growth
 from triptych.router.passes.placement_view import Placer
 from triptych.router.policies.batch_gates import Schedule
 from triptych.router.policies.placement import Choice
@@ -35,6 +36,7 @@ class Dispatch:
     schedule: Schedule
     config: RouterConfig
     placer: Placer
+    growth: Growth
     keeps_prefixes: bool = False
     """Whether the pool has a prefix cache."""
     blocked_reason: HeldBy = ""
@@ -75,6 +77,7 @@ class Dispatch:
 
     def _resume(self, entry: Entry, address: str, now: float) -> None:
         entry.worker, entry.placement.decode_worker, entry.stage = address, address, "decode"
+        self.growth.limit(entry, address)
         self.cluster.outbox.post(
             address,
             Resume(previous_worker=entry.transfer.previous_worker, join=join_of(entry, now)),
@@ -109,6 +112,7 @@ class Dispatch:
             entry.placement.decode_worker,
             "decode",
         )
+        self.growth.limit(entry, entry.worker)
         self.cluster.outbox.post(
             entry.worker,
             replace(join_of(entry, now), previous_worker=entry.transfer.previous_worker),
@@ -319,9 +323,12 @@ class Dispatch:
         lines = lines_after_encoding(
             entry.sizes, entry.placement.final_arena, entry.placement.final_arena
         )
-        if address is None or not self.cluster.ledger.book(entry.id, lines):
+        if address is None or not self.growth.may_start(entry, entry.placement.final_arena):
+            return False
+        if not self.cluster.ledger.book(entry.id, lines):
             return False
         entry.placement.decode_worker, entry.is_preempted = address, False
+        self.growth.resumed(entry)
         self.cluster.requests.move(entry, State.COMPRESSED, now)
         self._join(entry, now)
         return True
@@ -369,6 +376,7 @@ class Dispatch:
         else:
             entry.sizes = entry.whole or entry.sizes
         self.cluster.ledger.book(entry.id, self._lines(entry, final=entry.placement.final_arena))
+        self.growth.started(entry)
         if entry.placement.prompt is not None:
             entry.placement.cached_tokens = self.placer.sent(entry.placement.prompt, arena)
         self.cluster.outbox.prefill(address, entry.request, entry.placement.encoder)
@@ -387,7 +395,7 @@ class Dispatch:
     @staticmethod
     def _reason(entry: Entry, now: float) -> str:
         """Why the request was next."""
-        if entry.request.attempt:
+        if entry.request.attempt or entry.was_evicted:
             return "began_before"
         return "lost_patience" if entry.slo.due < now else "turn"
 
@@ -401,7 +409,7 @@ class Dispatch:
 
         def fits(arena: str) -> bool:
             lines = lines_before_encoding(sizes, raw_arena, work_arena, arena)
-            return self.cluster.ledger.fits(entry.id, lines)
+            return self.cluster.ledger.fits(entry.id, lines) and self.growth.may_start(entry, arena)
 
         return self.cluster.load_index.final_arena({raw_arena, work_arena}, fits)
 

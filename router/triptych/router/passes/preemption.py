@@ -1,5 +1,6 @@
 """Preempts running requests for more urgent ones; they keep their pages and resume later."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from triptych.core.messages import Preempt
@@ -22,6 +23,8 @@ class Preemption:
     """
 
     cluster: ClusterState
+    may_wait: Callable[[Entry], bool] = lambda _: True
+    """Whether a request may wait with its pages: not if nothing could free them for others."""
 
     def run(self, blocked_reason: HeldBy, now: float) -> None:
         """Preempt one request if the first waiting request is more urgent."""
@@ -51,5 +54,6 @@ class Preemption:
             and entry.slo.due >= now
             and can_move(entry)
             and not entry.is_preempt_sent
+            and self.may_wait(entry)
         ]
         return max(worse, key=lambda entry: (entry.request.priority, entry.since), default=None)

@@ -82,7 +82,7 @@ class SloAdmission:
                 self.cluster.counters["slo:deadline_passed"] += 1
                 late = DeadlineExceeded(f"deadline_ms={slo.deadline_s * 1e3:.0f} has passed")
                 self.completion.fail(entry, late, now)
-            elif entry.state is State.WAITING and not entry.waits_with_pages:
+            elif entry.state is State.WAITING and not (entry.waits_with_pages or entry.was_evicted):
                 self.cluster.counters["slo:waited_too_long"] += 1
                 would_be_s = now - entry.arrived + entry.slo.forecast.prefill_s
                 self.cluster.latency.record_ttft(would_be_s, entry.slo.forecast, now)

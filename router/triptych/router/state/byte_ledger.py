@@ -47,7 +47,11 @@ def _nothing(_arena: str, _change: int) -> None:
 
 @dataclass
 class ByteLedger:
-    """Sums of bookings, not of measured use. No arena is ever booked above its capacity."""
+    """Bookings of requests by arena, and beside them what they hold and what they may come to need.
+
+    *Held*: bytes of pages, as the stages reported last. *Booked*: the most that a request may hold
+    now. *Bound*: the most that it may come to hold. No arena is ever booked above its capacity.
+    """
 
     capacity_bytes: int
     """Page memory of each arena that requests may use, in bytes."""
@@ -58,6 +62,14 @@ class ByteLedger:
     """Called with each arena whose used bytes change, and the change."""
     _lines: dict[str, Lines] = field(default_factory=dict[str, Lines])
     _booked: dict[str, int] = field(default_factory=dict[str, int])
+    _held: dict[str, int] = field(default_factory=dict[str, int])
+    _bounds: dict[str, int] = field(default_factory=dict[str, int])
+    _known_bounds: dict[str, int] = field(default_factory=dict[str, int])
+    """Bounds that were given; of other requests the booking is the bound."""
+    held_bytes: int = 0
+    """Held by all requests."""
+    bound_bytes: int = 0
+    """Sum of the bounds of all requests."""
 
     @property
     def arenas(self) -> dict[str, int]:
@@ -83,6 +95,28 @@ class ByteLedger:
     def booked_by(self, request: str) -> int:
         return sum(self._lines.get(request, {}).values())
 
+    def booked_in(self, request: str, arena: str) -> int:
+        return self._lines.get(request, {}).get(arena, 0)
+
+    def held_of(self, request: str) -> int:
+        return self._held.get(request, 0)
+
+    def bound_of(self, request: str) -> int:
+        return self._bounds.get(request, 0)
+
+    def hold(self, request: str, held: int) -> None:
+        """Record the bytes that a request with a booking holds; at most those that are booked."""
+        if request in self._lines:
+            held = min(held, self.booked_by(request))
+            self.held_bytes += held - self._held.get(request, 0)
+            self._held[request] = held
+
+    def bind(self, request: str, bound: int) -> None:
+        """Record the most that a request with a booking may come to hold."""
+        if request in self._lines:
+            self._known_bounds[request] = bound
+            self._renew(request)
+
     def fits(self, request: str, lines: Lines) -> bool:
         """Whether ``lines`` could replace the present booking of the request."""
         own = self._lines.get(request, {})
@@ -98,12 +132,23 @@ class ByteLedger:
         self._lines[request] = lines
         for arena in {**before, **lines}:
             self._change(arena, lines.get(arena, 0) - before.get(arena, 0))
+        self._renew(request)
         return True
 
     def release(self, request: str) -> None:
         """Release the bookings of a request, if it has any."""
         for arena, count in self._lines.pop(request, {}).items():
             self._change(arena, -count)
+        self.held_bytes -= self._held.pop(request, 0)
+        self.bound_bytes -= self._bounds.pop(request, 0)
+        self._known_bounds.pop(request, None)
+
+    def _renew(self, request: str) -> None:
+        """What is held is within the booking, and that is within the bound."""
+        self.hold(request, self._held.get(request, 0))
+        bound = max(self._known_bounds.get(request, 0), self.booked_by(request))
+        self.bound_bytes += bound - self._bounds.get(request, 0)
+        self._bounds[request] = bound
 
     def _change(self, arena: str, count: int) -> None:
         if count:

@@ -8,6 +8,7 @@ from math import inf
 
 from triptych.core.handles import KVHandle
 from triptych.core.messages import CompressionReport, Request, Stage, TokenLogprob
+from triptych.router.models.booking import Booking
 from triptych.router.models.latency_forecast import NO_FORECAST, Forecast
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.models.prompt_blocks import PromptToPlace
@@ -38,11 +39,13 @@ class State(StrEnum):
     """Sent to a decode worker, which may or may not have attached the pages yet."""
     ORPHANED = "orphaned"
     """Its decode worker died, and the pool keeps its pages for a takeover."""
+    EVICTING = "evicting"
+    """Its decode worker was told to free its pages; then it waits again and is computed again."""
     LEAVING = "leaving"
     """Ended for the client, but a worker may still hold pages of it."""
 
 
-AFTER_ENCODING = (State.COMPRESSED, State.DECODING, State.ORPHANED)
+AFTER_ENCODING = (State.COMPRESSED, State.DECODING, State.ORPHANED, State.EVICTING)
 
 
 @dataclass(eq=False, slots=True)
@@ -128,6 +131,8 @@ class Entry:
     """When it entered its state."""
     whole: RequestBytes | None = None
     """Its sizes without layer-wise prefill, if it may use that; None: ``sizes`` are."""
+    booking: Booking | None = None
+    """What is known of its memory; None: nothing, and ``sizes`` are bounds."""
     state: State = State.WAITING
     worker: str = ""
     """The last worker that it was sent to."""
@@ -162,6 +167,11 @@ class Entry:
     def waits_with_pages(self) -> bool:
         """Whether it is preempted and waits with its pages."""
         return self.is_preempted and self.state is State.WAITING
+
+    @property
+    def was_evicted(self) -> bool:
+        """Whether it ran, and is computed again because its pages were freed."""
+        return self.booking is not None and self.booking.evictions > 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -210,6 +220,8 @@ class Requests:
     on_change: Callable[[Entry], None] = _nothing
     """Called with each entry whose state changed."""
     on_removal: Callable[[Entry], None] = _nothing
+    on_end: Callable[[Entry], None] = _nothing
+    """Called with each entry that ends for its client, at least once."""
     queue: WaitingQueue = field(default_factory=WaitingQueue)
     """Waiting requests, in the orders that policies use."""
     history: History = field(default_factory=History)
@@ -250,6 +262,14 @@ class Requests:
         entry.kept_bytes = kept_bytes
         self.move(entry, State.WAITING, now)
         self._enqueue(entry, max(0, entry.sizes.grown - kept_bytes), in_front=False)
+        self.queue.accounts.close(entry.request.tenant)  # it was open for this request already
+
+    def requeue(self, entry: Entry, now: float) -> None:
+        """Put an entry without pages back into the waiting queue, to be computed again."""
+        entry.kept_bytes = 0
+        self.move(entry, State.WAITING, now)
+        self._enqueue(entry, entry.sizes.peak, in_front=False)
+        self.queue.accounts.close(entry.request.tenant)
 
     def _enqueue(self, entry: Entry, size: int, *, in_front: bool) -> None:
         self.queue.add(
@@ -268,14 +288,19 @@ class Requests:
         self.queue.discard(entry.id)
         self.accrue(entry, now)
         if entry.state is State.WAITING and state is State.PREFILLING:
-            entry.usage.charged_byte_s = entry.sizes.peak * self.queue.accounts.hold_s
-            self.queue.accounts.serve(entry.request.tenant, entry.usage.charged_byte_s)
+            usage = entry.usage
+            ahead = entry.sizes.peak * self.queue.accounts.hold_s
+            ahead += usage.spent_byte_s - usage.charged_byte_s  # not 0 if it is computed again
+            usage.charged_byte_s += ahead
+            self.queue.accounts.serve(entry.request.tenant, ahead)
         self._leave_state(entry)
         entry.state, entry.since = state, now
         self._by_state[state][entry.id] = entry
         if state is State.DECODING:
             self._running[entry.request.tenant][entry.request.priority] += 1
-        if state is not State.LEAVING:  # `RequestCompletion` records the end
+        if state is State.LEAVING:  # `RequestCompletion` records the end
+            self.on_end(entry)
+        else:
             self.history.note(entry.id, state.value, entry.transfer.report, now)
         self.on_change(entry)
 
@@ -301,6 +326,7 @@ class Requests:
         accounts.close(tenant)
         del self._by_id[entry.id]
         self._leave_state(entry)
+        self.on_end(entry)
         self.on_removal(entry)
 
     def _leave_state(self, entry: Entry) -> None:

@@ -117,3 +117,25 @@ def test_nobody_borrows_where_memory_has_more_than_one_place() -> None:
 @given(st.lists(st.integers(-50, 80), min_size=1), st.integers(0, LIMIT))
 def test_the_oldest_and_the_smallest_answer_for_all(short: list[int], lent: int) -> None:
     assert enough([short[0], min(short)], lent, LIMIT) == enough(short, lent, LIMIT)
+
+
+def test_running_requests_that_lack_memory_borrow_before_waiting_ones() -> None:
+    bench = Bench()
+    bench.wait("r", CAPACITY + 30)
+    bench.borrowing.run("no_bytes", 0.0, short_bytes=10)
+    assert [send.message for send in bench.cluster.outbox.take()] == [BorrowCacheMemory(bytes=10)]
+
+
+def test_nothing_is_expected_of_a_pool_that_refuses_or_does_not_answer() -> None:
+    bench = Bench()
+    assert bench.borrowing.may_lend(LIMIT, 0.0)
+    assert not bench.borrowing.may_lend(LIMIT + 1, 0.0)
+    bench.borrowing.run("no_bytes", 0.0, short_bytes=10)
+    assert bench.borrowing.may_lend(10, 0.1)
+    assert not bench.borrowing.may_lend(10, 1.0)  # no answer
+    bench.borrowing.on_borrowed(CacheMemoryBorrowed(arena="a", bytes=4), 1.0)
+    assert not bench.borrowing.may_lend(6, 1.1)  # less than was requested
+    bench.borrowing.run("no_bytes", 1.0 + ASK_AGAIN_S, short_bytes=6)
+    assert bench.borrowing.may_lend(6, 1.0 + ASK_AGAIN_S)
+    two = Bench("a", "b")
+    assert not two.borrowing.may_lend(1, 0.0)

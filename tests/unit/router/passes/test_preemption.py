@@ -82,9 +82,10 @@ def test_bytes_that_are_only_promised_are_given_to_the_urgent() -> None:
     assert one
     del driver
     long = request("slow", 5, max_tokens=400)
-    driver = Driver("P", "C", "D", slots=8)
+    driver = Driver("P", "C", "D", slots=8, booking="bounds")
     driver.bring_to("decoding", long)
-    driver = Driver("P", "C", "D", slots=8, capacity=driver.booked + one // 4)
+    capacity = driver.booked + one // 4
+    driver = Driver("P", "C", "D", slots=8, capacity=capacity, booking="bounds")
     driver.bring_to("decoding", long)
     assert driver.submit(request("quick", 0)) == [Send("D", Preempt(requests=("slow",)))]
     assert started(driver.on(suspended("slow"), "D")) == ["quick"]

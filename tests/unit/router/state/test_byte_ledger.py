@@ -85,3 +85,18 @@ def test_after_encoding_only_the_pages_and_their_growth_stay_booked() -> None:
 def test_pages_are_booked_twice_until_they_are_fetched() -> None:
     lines = lines_after_encoding(SIZES, "gpu0", "gpu1")
     assert lines == {"gpu0": SIZES.compressed, "gpu1": 30}
+
+
+def test_held_booked_and_bound_are_figures_of_their_own() -> None:
+    ledger = ByteLedger(100)
+    ledger.hold("r", 5)  # nothing is booked yet
+    assert (ledger.held_bytes, ledger.bound_bytes) == (0, 0)
+    assert ledger.book("r", {"a": 20})
+    assert (ledger.held_of("r"), ledger.bound_of("r")) == (0, 20)
+    ledger.bind("r", 70)
+    ledger.hold("r", 12)
+    assert (ledger.held_bytes, ledger.booked("a"), ledger.bound_bytes) == (12, 20, 70)
+    assert ledger.book("r", {"a": 10})
+    assert (ledger.held_bytes, ledger.bound_bytes) == (10, 70)  # never more than is booked
+    ledger.release("r")
+    assert (ledger.held_bytes, ledger.bound_bytes, ledger.held_of("r")) == (0, 0, 0)

@@ -10,11 +10,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.config import SelectionConfig, StepPluginConfig
-from triptych.core.errors import StageLost, StaleHandle, TriptychError
+from triptych.core.errors import (
+    PageLimitReached,
+    PoolExhausted,
+    StageLost,
+    StaleHandle,
+    TriptychError,
+)
 from triptych.core.messages import (
     ROUTER,
+    Evict,
+    Evicted,
     Join,
     Message,
+    PageLimit,
     Preempt,
     Resume,
     Resumed,
@@ -48,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
 
+EARLY_TOKENS = 8
+"""Tokens before its limit at which a request asks for more."""
+
 
 @dataclass
 class DecodeEngine:
@@ -75,12 +87,16 @@ class DecodeEngine:
     _running: dict[str, RunningRequest] = field(default_factory=dict[str, RunningRequest])
     _publishing: dict[str, RunningRequest] = field(default_factory=dict[str, RunningRequest])
     """Requests with a complete output whose blocks are being published; they keep their pages."""
+    _limits: dict[str, PageLimit] = field(default_factory=dict[str, PageLimit])
+    """Limits of requests that have not joined yet."""
 
     def __post_init__(self) -> None:
         arena, device = self.pool.arena, self.device
         self._memory = DevicePages.nearest(arena, device)
         longest = self.outputs.context_tokens
         self._row_indices = np.arange(self.max_requests)
+        self._step_pages = self.plan.geometry.head_rows * max(1, len(self.plan.classes))
+        """Most pages that one token of a request can take."""
         self._checkpoint = Checkpoint.create(
             self.plan, self.pool.checkpoint, self.max_requests, longest
         )
@@ -141,6 +157,11 @@ class DecodeEngine:
             case Preempt():
                 running = [self._running.get(name) for name in message.requests]
                 return [send for one in running if one for send in self._preempt(one)]
+            case PageLimit():
+                self._set_limit(message)
+                return []
+            case Evict():
+                return [self._evict(message)]
             case _:
                 return None
 
@@ -148,8 +169,10 @@ class DecodeEngine:
         try:
             return self._start(self._handover.join(message), message)
         except StaleHandle:
+            self._limits.pop(message.request.id, None)
             return [refuse(message.request.id, StageLost("compress"), tokens=1)]
         except TriptychError as error:
+            self._limits.pop(message.request.id, None)
             self.pool.withdraw([message.request.id])
             return [refuse(message.request.id, error, tokens=1)]
 
@@ -161,11 +184,12 @@ class DecodeEngine:
             return self._start(self._handover.resume(message), message.join)
         except TriptychError as error:
             logger.warning("takeover of request %s failed: %s", name, error)
+            self._limits.pop(name, None)
             self.pool.withdraw([name])
             return [refuse(name, StageLost("decode"))]
 
     def has_work(self) -> bool:
-        return bool(self._running or self._publishing)
+        return bool(self._publishing) or any(not one.is_paused for one in self._running.values())
 
     def wait_s(self) -> float | None:
         return None
@@ -178,6 +202,7 @@ class DecodeEngine:
 
     def cancel(self, requests: Sequence[str]) -> None:
         for name in requests:
+            self._limits.pop(name, None)
             if one := self._running.get(name) or self._publishing.get(name):
                 self._forget(one)
         self.pool.withdraw(requests)
@@ -187,17 +212,14 @@ class DecodeEngine:
         self.pool.withdraw_all()
 
     def step(self) -> Iterable[Send]:
-        refused = self._publish_block()
-        for one, error in self._growth.allocate_slots(self._running):
-            refused.append(self._fail(one, error))
-        batch = list(self._running.values())
+        sends = [*self._publish_block(), *self._allocate_slots()]
+        batch = [one for one in self._running.values() if not one.is_paused]
         if not batch:
-            return refused
+            return sends
         logits = self._forward(batch)
         drawn = self.draw(logits, [one.output.sampler_row for one in batch])
         self._deadlines.step()
         verdict = self._run_plugins(batch, logits, drawn)
-        sends = refused
         for row, (one, draw) in enumerate(zip(batch, drawn, strict=True)):
             one.position += 1
             for likely in one.output.logprobs(draw):
@@ -217,7 +239,63 @@ class DecodeEngine:
                 sends.extend(self._finish(one))
             elif one.preempt_after_step:
                 sends.append(self._hand_back(one))
+            elif self._is_near_limit(one):
+                sends.append(one.wants_pages())
         return sends
+
+    # ---------------------------------------------------------------- page limits
+
+    def _allocate_slots(self) -> list[Send]:
+        """Allocate pages for the next token of each request; pause those that get none."""
+        sends = list[Send]()
+        for one in self._running.values():
+            if not one.is_paused and one.spare_tokens <= 0:
+                sends.append(self._pause(one, PageLimitReached(0)))
+        ready = {name: one for name, one in self._running.items() if not one.is_paused}
+        for one, error in self._growth.allocate_slots(ready):
+            sends.append(self._pause(one, error))
+        return sends
+
+    def _pause(self, one: RunningRequest, error: TriptychError) -> Send:
+        """Let a request wait for pages that the router is asked for."""
+        if not isinstance(error, PageLimitReached | PoolExhausted):
+            return self._fail(one, error)
+        one.is_paused = True
+        self._deadlines.leave(one.id)
+        return one.wants_pages(error.wanted, is_exhausted=isinstance(error, PoolExhausted))
+
+    def _is_near_limit(self, one: RunningRequest) -> bool:
+        """Whether a request may reach its limit before the router answers the next time."""
+        if one.limit is None or one.has_asked:
+            return False
+        return one.spare_pages < self._step_pages or one.spare_tokens <= EARLY_TOKENS
+
+    def _set_limit(self, message: PageLimit) -> None:
+        one = self._running.get(message.request)
+        if one is None:
+            self._limits[message.request] = message
+            return
+        one.limit, one.has_asked = message if message.pages else None, False
+        if one.is_paused:
+            one.is_paused = False
+            tpot_s = one.output.request.slo.tpot_s
+            self._deadlines.join(one.id, tpot_s, written=1, age_s=0.0, now=time.monotonic())
+
+    def _evict(self, message: Evict) -> Send:
+        """Free all pages of a request, and tell the router its output tokens."""
+        name = message.request
+        self._limits.pop(name, None)
+        done = self._publishing.get(name)
+        if done is not None:
+            self._release(done)
+            return finished(name, len(done.output.tokens))
+        one, tokens = self._running.get(name), ()
+        if one is not None:
+            tokens = tuple(self._checkpoint.output_tokens(one.slot))
+            self._forget(one)
+        self.pool.withdraw([name])
+        evicted = Evicted(request=name, number=message.number, output_tokens=tokens)
+        return Send(ROUTER, evicted)
 
     def _run_plugins(
         self, batch: Sequence[RunningRequest], logits: Tensor, drawn: Sequence[Drawn]
@@ -286,8 +364,10 @@ class DecodeEngine:
     def _start(self, admitted: Admission, join: Join) -> list[Send]:
         """Add an admitted request to the batch."""
         one, sends = admitted.request, admitted.sends
+        limit = self._limits.pop(join.request.id, None)
         if one is None:
             return sends
+        one.limit = limit if limit and limit.pages else None
         self._running[one.id] = one
         written, asked = int(self._checkpoint.num_output_tokens[one.slot]), join.request.slo.tpot_s
         self._deadlines.join(one.id, asked, written, join.age_s, time.monotonic())

@@ -98,7 +98,8 @@ class RequestHandover:
             message.logprobs,
         )
         resumed = [Send(ROUTER, Resumed(request=name))] if message.previous_worker else []
-        return self._admit(message, output, slot, lease_ref, options, resumed)
+        own = int(ids.size) - lease_ref.shared
+        return self._admit(message, output, slot, lease_ref, options, resumed, own)
 
     def resume(self, message: Resume) -> Admission:
         """Admit a request from the checkpoint of a dead worker and its pages in the pool.
@@ -210,7 +211,8 @@ class RequestHandover:
         slot = self._free_slots.popleft()
         checkpoint.copy_slot(left, at, slot)
         checkpoint.enter(slot, name, lease_ref.lease)
-        return self._admit(join, output, slot, lease_ref, options, [], unused)
+        own = int(held.size) - lease_ref.shared
+        return self._admit(join, output, slot, lease_ref, options, [], own, unused)
 
     def _options(self, request: Request) -> StepOptions:
         """The step options of a request.
@@ -241,9 +243,10 @@ class RequestHandover:
         lease_ref: LeaseRef,
         options: StepOptions,
         sends: list[Send],
+        num_pages: int,
         unused: Ids = NO_PAGES,
     ) -> Admission:
-        """Make a running request of a slot of the checkpoint."""
+        """Make a running request of a slot of the checkpoint; ``num_pages``: pages of its own."""
         if self._memory.is_copied:
             # Unused pages too: a step that was cut short can have stored its token in one.
             self._memory.fetch(np.concatenate([self._checkpoint.pages(slot), unused]))
@@ -253,7 +256,14 @@ class RequestHandover:
         sends = [*sends, *self._replay(output, self._checkpoint, slot)]
         position = self._checkpoint.position(slot)
         one = RunningRequest(
-            slot, lease_ref, output, options, position, unused, token_s=join.token_s
+            slot,
+            lease_ref,
+            output,
+            options,
+            position,
+            unused,
+            num_pages=num_pages,
+            token_s=join.token_s,
         )
         return Admission(sends, one)
 

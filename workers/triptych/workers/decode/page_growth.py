@@ -6,7 +6,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.core.errors import TriptychError
+from triptych.core.errors import PageLimitReached, TriptychError
 from triptych.kvpool import WorkerPool
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.page_selection import Selector
@@ -38,14 +38,19 @@ class PageGrowth:
     def allocate_slots(self, running: Mapping[str, RunningRequest]) -> Iterator[Failure]:
         """Retire full raw pages, then allocate pages so that every row can take one more token.
 
-        Yields:  requests that got no pages. The caller frees each before it takes the next one:
-                 the freed pages may serve the others.
+        Yields:  requests that got no pages, with ``PageLimitReached`` or the error of the pool.
+                 The caller pauses or frees each before it takes the next one: freed pages may
+                 serve the others.
         """
         retired = set[RunningRequest]()
         if self._window is not None:
             retired = yield from self._retire_old_pages(self._window, list(running.values()))
         room = self._raw.layout.tokens
-        full = [one for one in running.values() if self._raw.length(one.slot) % room == 0]
+        full = [
+            one
+            for one in running.values()
+            if not one.is_paused and self._raw.length(one.slot) % room == 0
+        ]
         if self._selector is not None:
             for one in full:
                 self._selector.fill(one.slot)
@@ -118,7 +123,7 @@ class PageGrowth:
     ) -> None:
         """Allocate for all requests or none.
 
-        Raises: PoolExhausted
+        Raises: PoolExhausted, PageLimitReached
         """
         lacking: list[int] = table.count_lacking(slots, wanted).tolist()
         if not any(lacking):
@@ -133,6 +138,9 @@ class PageGrowth:
         short = [
             max(0, count - one.unused_pages.size) for one, count in zip(batch, counts, strict=True)
         ]
+        beyond = [count for one, count in zip(batch, short, strict=True) if count > one.spare_pages]
+        if beyond:
+            raise PageLimitReached(max(beyond))
         fresh = self._pool.allocate(sum(short)) if any(short) else NO_PAGES
         parts = list[Ids]()
         for one, count, more in zip(batch, counts, short, strict=True):
@@ -141,6 +149,7 @@ class PageGrowth:
             if more:
                 parts.append(fresh[:more])
                 one.allocated_pages.append(fresh[:more])
+                one.num_pages += more
                 fresh = fresh[more:]
         return np.concatenate(parts)
 

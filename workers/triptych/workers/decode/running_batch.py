@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.config import SelectionConfig
 from triptych.core.handles import LeaseRef
+from triptych.core.messages import ROUTER, PageLimit, PagesWanted, Send
 from triptych.workers.decode.output_cache import FinishedOutput
 from triptych.workers.decode.plugins.pipeline import Chosen
 from triptych.workers.device import Device
@@ -47,6 +49,14 @@ class RunningRequest:
     """Empty pages of this request; its rows take their next pages from here first."""
     allocated_pages: list[Ids] = field(default_factory=lambda: [NO_PAGES])
     """Pages that this worker allocated for the request, in order."""
+    num_pages: int = 0
+    """Pages of its own that it holds, shared ones excluded."""
+    limit: PageLimit | None = None
+    """The most that it may hold; None: no limit."""
+    is_paused: bool = False
+    """Whether it waits for pages. It holds its slot and is not computed meanwhile."""
+    has_asked: bool = False
+    """Whether the router knows that it is near its limit."""
     token_s: float = 0.0
     """Prefill time per prompt token in seconds."""
     preempt_after_step: bool = False
@@ -55,6 +65,29 @@ class RunningRequest:
     @property
     def id(self) -> str:
         return self.output.request.id
+
+    @property
+    def spare_pages(self) -> float:
+        """Pages that it may still be given; infinity without a limit."""
+        return inf if self.limit is None else self.limit.pages - self.num_pages
+
+    @property
+    def spare_tokens(self) -> float:
+        """Tokens that its pages may still take; infinity without a limit."""
+        limit = self.limit
+        return inf if limit is None or not limit.tokens else limit.tokens - self.position
+
+    def wants_pages(self, wanted: int = 0, *, is_exhausted: bool = False) -> Send:
+        """Ask the router for more pages."""
+        self.has_asked = True
+        message = PagesWanted(
+            request=self.id,
+            tokens=self.position,
+            pages=self.num_pages,
+            wanted=wanted,
+            is_exhausted=is_exhausted,
+        )
+        return Send(ROUTER, message)
 
     @property
     def finished_output(self) -> FinishedOutput:

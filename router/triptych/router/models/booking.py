@@ -1,0 +1,174 @@
+"""What to book for a request: the pages that it takes soon, instead of all that it can ever take.
+
+A running request may hold no more pages than are booked for it (``PageLimit``), so the ledger is
+right whatever the forecasts are worth. They decide three things: how much is booked at a time, how
+much memory the running requests will need, and so how many of them run.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from triptych.router.models.memory_estimate import ByteModel, RequestBytes
+from triptych.router.models.output_length import OutputLengths
+from triptych.router.models.overcommit import AHEAD, Need
+from triptych.router.models.page_ratio import PageRatios
+
+LEAST_TOKENS = 16
+"""Tokens for which memory is booked ahead, at least. It lasts longer than the router's answer."""
+SHARE_AHEAD = 8
+"""Of the tokens of a sequence, one in so many is booked ahead. So what is booked and not held stays
+a small share, and requests ask for more at an interval that grows with them."""
+DEVIATIONS = 2.0
+"""Standard deviations above the mean that the forecast share of the bound is taken to be."""
+MOST_TOKENS = 1 << 20
+"""Sequences of any model are taken to be shorter."""
+CACHED_SIZES = 1 << 16
+RENEW_NEEDS = 64
+"""Changes of what is known of lengths after which the need of a request is forecast anew."""
+
+
+def tokens_ahead(tokens: int) -> int:
+    """Tokens for which memory is booked ahead of a sequence of ``tokens`` tokens."""
+    return max(LEAST_TOKENS, tokens // SHARE_AHEAD)
+
+
+@dataclass(eq=False, slots=True)
+class Booking:
+    """What is known of the memory of one request; its tokens are those that pages hold."""
+
+    bound: RequestBytes
+    """Sizes for all of ``max_tokens``."""
+    prompt_tokens: int
+    most_tokens: int
+    """Tokens that its pages can come to hold."""
+    tenant: str
+    profile: str
+    written: int = 0
+    """Output tokens of earlier attempts."""
+    tokens: int = 0
+    """Tokens, as its worker reported last."""
+    held: int = 0
+    """Bytes of pages of its own, likewise."""
+    limit_tokens: int = 0
+    """Most tokens that it may have by what is booked; 0: all."""
+    lacks: int = 0
+    """Bytes beyond ``held`` that its next token needs; 0: not known yet."""
+    asks: bool = False
+    """Whether more is to be booked for it."""
+    is_fixed: bool = False
+    """Whether its bound is booked from the start."""
+    is_whole: bool = False
+    """Whether its bound is booked, so that it will need nothing more."""
+    may_evict: bool = True
+    """Whether its answer is the same if it is computed again."""
+    evictions: int = 0
+    """Times that its pages were freed before its end."""
+    latest: tuple[int, int, int, Need] | None = None
+    """The need that was computed last, and for what."""
+
+
+@dataclass(eq=False)
+class BookingModel:
+    """Sizes to book, and the need for memory over time, by what was learned of earlier requests."""
+
+    model: ByteModel
+    capacity_bytes: int
+    is_layerwise: bool
+    lengths: OutputLengths = field(default_factory=OutputLengths)
+    ratios: PageRatios = field(default_factory=PageRatios)
+
+    def __post_init__(self) -> None:
+        limits = self.model.limits(self.capacity_bytes, MOST_TOKENS, is_layerwise=self.is_layerwise)
+        self._recomputable_tokens = limits.prompt_tokens
+        self._grown = lru_cache(CACHED_SIZES)(self._bound)
+        geometry, page_bytes = self.model.plan.geometry, self.model.plan.page_bytes
+        classes = max(1, len(self.model.plan.classes))
+        self._step_bytes = classes * geometry.head_rows * page_bytes
+
+    def _bound(self, tokens: int) -> int:
+        """The most bytes that ``tokens`` tokens take in the decode stage."""
+        return self.model.estimate(tokens, 0).grown
+
+    def first_tokens(self, prompt_tokens: int, left: int) -> int:
+        """Output tokens to book when a request starts; all if it could not be computed again."""
+        ahead = min(left, tokens_ahead(prompt_tokens))
+        return ahead if self.is_recomputable(prompt_tokens + ahead) else left
+
+    def is_recomputable(self, tokens: int) -> bool:
+        """Whether a sequence can be read again as a prompt, with what is booked ahead of it.
+
+        A request that could not gets its bound: it may neither be evicted nor need more later.
+        """
+        return tokens + tokens_ahead(tokens) <= self._recomputable_tokens
+
+    def can_evict(self, booking: Booking) -> bool:
+        """Whether a request can be computed again after any token that it may reach."""
+        reached = booking.most_tokens if booking.is_whole else booking.limit_tokens
+        return booking.may_evict and self.is_recomputable(reached)
+
+    def ahead(self, booking: Booking) -> int:
+        """Tokens of the sequence for which memory is to be booked now."""
+        return min(booking.most_tokens, booking.tokens + tokens_ahead(booking.tokens))
+
+    def grown(self, booking: Booking, shared: int) -> int:
+        """Bytes to book for a request in the decode stage: those of its next tokens.
+
+        They suffice for one more token at least. ``shared``: bytes of a cached prefix that it reads
+        in place.
+        """
+        ahead = self.ahead(booking)
+        if booking.is_whole or not self.is_recomputable(ahead):
+            return booking.bound.grown
+        bound = self._grown(ahead) - shared
+        mean, deviation = self.ratios.at(booking.profile, ahead)
+        forecast = int(min(1.0, mean + DEVIATIONS * deviation) * bound)
+        least = booking.held + max(self._step_bytes, booking.lacks)
+        return min(booking.bound.grown, max(least, forecast))
+
+    def need(self, booking: Booking, booked: int) -> Need:
+        """The bytes that will be booked for a request, over the tokens of the horizon.
+
+        ``booked``: bytes that it will have in the decode stage at first.
+        """
+        tokens = max(booking.tokens, booking.prompt_tokens)
+        key = (tokens, booked, self.lengths.changes // RENEW_NEEDS)
+        if booking.latest is not None and booking.latest[:3] == key:
+            return booking.latest[3]
+        need = self._need(booking, tokens, booked)
+        booking.latest = *key, need
+        return need
+
+    def _need(self, booking: Booking, tokens: int, booked: int) -> Need:
+        most, bound = booking.most_tokens, booking.bound.grown
+        left = max(1, most - tokens)
+        # Of the points behind its longest end, the first one stands for the moment before that.
+        ahead = AHEAD
+        if left <= AHEAD[-1]:
+            place = bisect_left(AHEAD, left)
+            ahead = (*AHEAD[:place], left - 1, *[left] * (len(AHEAD) - place - 1))
+        written = booking.written + tokens - booking.prompt_tokens + 1
+        survival = self.lengths.survival(booking.tenant, written, written + left, ahead)
+        mean, _ = self.ratios.at(booking.profile, tokens)
+        sizes = list[int]()
+        for more in ahead:
+            then = tokens + more
+            size = int(mean * self._grown(min(most, then + tokens_ahead(then))))
+            sizes.append(bound if size > bound else max(size, booked))
+        return Need.of(survival, sizes)
+
+    def note(self, booking: Booking, tokens: int, held: int, shared: int) -> None:
+        """A request holds ``tokens`` tokens in ``held`` bytes of its own pages."""
+        if booking.tokens and tokens > booking.tokens:
+            start = booking.prompt_tokens - booking.written - 1
+            self.lengths.note_written(booking.tenant, booking.tokens - start, tokens - start)
+        booking.tokens, booking.held = max(booking.tokens, tokens), held
+        bound = self._grown(tokens)
+        self.ratios.note(booking.profile, tokens, held + shared, bound)
+
+    def note_end(self, booking: Booking, output_tokens: int, limit: int) -> None:
+        """A request finished; at its ``limit`` nothing says how long its answer would be."""
+        before = booking.written + max(0, booking.tokens - booking.prompt_tokens) + 1
+        self.lengths.note_written(booking.tenant, before, output_tokens)
+        if output_tokens < limit:
+            self.lengths.note_end(booking.tenant, output_tokens)

@@ -11,7 +11,11 @@ from rich.text import Text
 from triptych.cli.output import make_table
 from triptych.cli.serving.scrape import Metrics
 
-WAITING = {"prefill": ("waiting",), "compress": ("prefilled",), "decode": ("planned", "compressed")}
+WAITING = {
+    "prefill": ("waiting",),
+    "compress": ("prefilled",),
+    "decode": ("planned", "compressed", "evicting"),
+}
 WORKING = {
     "prefill": ("prefilling",),
     "compress": ("compressing", "encoding"),

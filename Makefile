@@ -8,13 +8,14 @@ READY := $(VENV)/.ready
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
 PARTS := core kernels kvpool router workers simulator evals loadgen deployments cli
 SLOW  := slow or integration or e2e or gpu
+OWN   := interpreter
 SLOWEST := --durations=20 --durations-min=5
 
 # Ray sends nothing home unless it is asked to.
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test explore bench clients abuse endings stalls repeats storm load wheel readme docs proto lock clean
+.PHONY: help setup serve check test interpreter explore bench clients abuse endings stalls repeats storm load wheel readme docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,7 +37,7 @@ check: $(READY) ## format, lint, types, architecture, unit tests
 		wait $$!
 	@echo "==> architecture and unit tests, examples in docstrings"
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal $(SLOWEST) --doctest-modules \
-		tests/arch tests/unit $(PARTS) -m "not ($(SLOW))"
+		tests/arch tests/unit $(PARTS) -m "not ($(SLOW) or $(OWN))"
 
 test: $(READY) ## the slower tests: integration and end to end, with the real model
 	@echo "==> model"
@@ -50,6 +51,9 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 		tests/unit tests/integration -m "$(SLOW)"
 	@echo "==> end-to-end tests"
 	@$(BIN)/pytest -q $(SLOWEST) --ignore=tests/e2e/test_endings.py tests/e2e
+
+interpreter: $(READY) ## run the longest tests of GPU code in Triton's interpreter (3 minutes)
+	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/test_gpu.py -m "$(OWN)"
 
 explore: $(READY) ## property tests on examples that differ at every run
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --hypothesis-profile explore \

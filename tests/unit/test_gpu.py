@@ -13,11 +13,20 @@ import pytest
 import torch
 
 CASES = sorted(Path(__file__).parent.glob("*/gpu/test_*.py"))
+LONG = {f"test_gpu_{name}" for name in ("decode", "engines", "prefill", "resume", "select")}
+"""Files that take so long that only ``make interpreter`` runs them."""
 
 
 @pytest.mark.timeout(900)  # a whole file, on cores that others may use too
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the files run on the GPU")
-@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.interpreter] if path.stem in LONG else [])
+        for path in CASES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_what_runs_on_a_gpu_is_right(path: Path, root: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -748,6 +748,10 @@ class PageLimit:
     """Most tokens of the sequence that they may hold; 0: no limit."""
 
 
+EARLY_TOKENS = 8
+"""Tokens before its limit at which a running request asks for more."""
+
+
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesWanted:

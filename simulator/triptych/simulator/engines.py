@@ -13,6 +13,7 @@ from typing import Protocol
 
 from triptych.core.handles import KVHandle, LeaseId, LeaseRef
 from triptych.core.messages import (
+    EARLY_TOKENS,
     ROUTER,
     Compress,
     Compressed,
@@ -42,7 +43,6 @@ from triptych.router.policies.prefix_map import BlockCache
 from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Cluster
 from triptych.workers.decode.deadlines import DecodeDeadlines
-from triptych.workers.decode.decode_engine import EARLY_TOKENS
 from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 
 FIRST_TOKEN = 1

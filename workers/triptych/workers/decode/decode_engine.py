@@ -18,6 +18,7 @@ from triptych.core.errors import (
     TriptychError,
 )
 from triptych.core.messages import (
+    EARLY_TOKENS,
     ROUTER,
     Evict,
     Evicted,
@@ -56,9 +57,6 @@ from triptych.workers.stage import finished, refuse
 logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
-
-EARLY_TOKENS = 8
-"""Tokens before its limit at which a request asks for more."""
 
 
 @dataclass

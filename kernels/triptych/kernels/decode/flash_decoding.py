@@ -23,7 +23,7 @@ SECTION_COLUMNS = 11
 
 SERIAL_PAGES = 64
 """Up to so many pages one thread reads all (15 us): waking a second thread takes longer."""
-RUN_PAGES = 8
+RUN_PAGES = 16
 """Most pages of a run. A constant, so that the output for a request does not depend on the other
 requests of the batch."""
 

@@ -80,11 +80,18 @@ class Repeated:
         return max((abs(one - other) for one, other in pairs), default=0.0)
 
     def as_row(self) -> dict[str, Any]:
-        return asdict(self) | {
+        """For a result file: the answers themselves only if they differ."""
+        row = {
+            "topology": self.topology,
+            "policy": self.policy,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": [answer.cached_tokens for answer in self.answers],
             "first_difference": self.first_difference,
             "margin": self.margin,
             "noise": self.noise,
         }
+        is_same = self.first_difference is None
+        return row if is_same else row | {"answers": [asdict(one) for one in self.answers]}
 
 
 def prompts(count: int) -> list[list[int]]:

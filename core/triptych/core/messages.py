@@ -17,7 +17,7 @@ from triptych.core.schema import PackedField, SchemaError, build
 WIRE_VERSION = 5
 """Changes whenever a message gets another name or shape: 2 renamed the messages of preemption,
 checkpoints and borrowed cache memory; 3 added the epoch of a registration; 4 the children of a
-``Submit``."""
+``Submit``; 5 page limits, evictions, and the prompt's length of a ``Prefix``."""
 MAX_FRAME_BYTES = 64 << 20
 MAX_SUBMIT_TOKENS = 1 << 18
 """Token ids of prompts in one ``Submit`` of several prompts."""

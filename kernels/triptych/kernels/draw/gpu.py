@@ -1,6 +1,6 @@
 # pyright: reportUnknownVariableType=false
 # The arguments of kernels have no types.
-"""Sampling on the GPU: one launch for the whole batch, whatever its rows ask for."""
+"""Samples one token of each row on the GPU, in one launch for the whole batch."""
 
 import torch
 from torch import Tensor

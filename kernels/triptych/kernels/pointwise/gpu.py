@@ -190,7 +190,7 @@ def plan_rotate_back(mixed: Tensor, out: Tensor) -> Launch:
 
 
 def _factor(dim: int) -> float:
-    """What makes the Hadamard matrix orthogonal."""
+    """Factor that makes the Hadamard matrix orthogonal: 1 / sqrt(block size)."""
     return 1.0 / math.sqrt(block_size(dim))
 
 

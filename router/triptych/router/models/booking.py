@@ -1,4 +1,4 @@
-"""What to book for a request: the pages that it takes soon, instead of all that it can ever take.
+"""Forecast bookings: a request books the pages that it takes soon, not all that it can ever take.
 
 A running request may hold no more pages than are booked for it (``PageLimit``), so the ledger is
 right whatever the forecasts are worth. They decide three things: how much is booked at a time, how
@@ -35,7 +35,7 @@ def tokens_ahead(tokens: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Booking:
-    """What is known of the memory of one request; its tokens are those that pages hold."""
+    """Tokens, held bytes and bound of one request; its tokens are those that pages hold."""
 
     bound: RequestBytes
     """Sizes for all of ``max_tokens``."""

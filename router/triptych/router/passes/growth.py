@@ -69,7 +69,7 @@ class Growth:
     # ---------------------------------------------------------------- admission
 
     def open(self, request: Request, bound: RequestBytes, left: int) -> Booking:
-        """What is known of a request that arrives, or that is to be computed again."""
+        """Make the booking of a request that arrives, or that is to be computed again."""
         # Log probabilities of a prompt are sent once, so it may not be computed again.
         may_evict = request.sampling.prompt_logprobs < 0
         known = request.known_tokens

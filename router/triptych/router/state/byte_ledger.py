@@ -144,7 +144,7 @@ class ByteLedger:
         self._known_bounds.pop(request, None)
 
     def _renew(self, request: str) -> None:
-        """What is held is within the booking, and that is within the bound."""
+        """Restore held <= booked <= bound after a booking of a request has changed."""
         self.hold(request, self._held.get(request, 0))
         bound = max(self._known_bounds.get(request, 0), self.booked_by(request))
         self.bound_bytes += bound - self._bounds.get(request, 0)

@@ -58,6 +58,10 @@ logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
 
+MOST_LIMITS = 1024
+"""Most page limits that are kept for requests that have not joined. A router that dies may have
+sent some for requests that never come."""
+
 
 @dataclass
 class DecodeEngine:
@@ -86,7 +90,7 @@ class DecodeEngine:
     _publishing: dict[str, RunningRequest] = field(default_factory=dict[str, RunningRequest])
     """Requests with a complete output whose blocks are being published; they keep their pages."""
     _limits: dict[str, PageLimit] = field(default_factory=dict[str, PageLimit])
-    """Limits of requests that have not joined yet."""
+    """Limits of requests that have not joined yet, at most ``MOST_LIMITS``."""
 
     def __post_init__(self) -> None:
         arena, device = self.pool.arena, self.device
@@ -206,6 +210,7 @@ class DecodeEngine:
         self.pool.withdraw(requests)
 
     def abandon(self) -> None:
+        self._limits.clear()
         self.cancel(self.requests())
         self.pool.withdraw_all()
 
@@ -272,6 +277,8 @@ class DecodeEngine:
         one = self._running.get(message.request)
         if one is None:
             self._limits[message.request] = message
+            if len(self._limits) > MOST_LIMITS:  # those of requests that never came
+                del self._limits[next(iter(self._limits))]
             return
         one.limit, one.has_asked = message if message.pages else None, False
         if one.is_paused:

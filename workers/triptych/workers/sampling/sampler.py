@@ -194,7 +194,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
 
 
 def _settings(rows: Sequence[SamplerRow], errors: Collection[int]) -> NDArray[np.float64] | None:
-    """What ``draw_tokens`` is told of each row, float64 [5, N]; None: all are greedy."""
+    """The ``settings`` argument of ``draw_tokens``, float64 [5, N]; None: all rows are greedy."""
     drawing = [i for i, row in enumerate(rows) if not row.is_greedy and i not in errors]
     if not drawing:
         return None

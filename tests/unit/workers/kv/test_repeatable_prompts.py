@@ -7,6 +7,7 @@ import pytest
 from tests.unit.workers.kv.test_prefix_cache import ask, check, prompt
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
+from triptych.workers import core_scheduler
 from triptych.workers.local import Completion, LocalServer
 
 POLICIES = {
@@ -78,3 +79,17 @@ def test_an_answer_does_not_depend_on_its_neighbours(tiny_model: Path, policy: s
     assert [(one.tokens, one.logprobs) for one in together] == [
         (one.tokens, one.logprobs) for one in alone
     ]
+
+
+@pytest.mark.parametrize("policy", ["diffkv", "fp16"])
+def test_an_answer_does_not_depend_on_the_number_of_threads(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """A step has as many threads as there are cores that other programs leave."""
+    asked = [prompt(count, seed=count) for count in (5, 64, 131, 333)]
+    answers = list[list[Completion]]()
+    for cores in (1, 2, 3):
+        monkeypatch.setattr(core_scheduler, "usable_cores", lambda cores=cores: cores)
+        with LocalServer(settings(policy, dtype="bfloat16"), tiny_model) as server:
+            answers.append([ask(server, tokens, max_tokens=40) for tokens in asked])
+    assert [same(list(of_one)) for of_one in zip(*answers, strict=True)] == [True] * len(asked)

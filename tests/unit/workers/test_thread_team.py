@@ -1,0 +1,116 @@
+"""Thread teams: reduced where threads wait for cores, enlarged where cores are idle."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.workers.core_scheduler import SharedCores
+from triptych.workers.thread_team import (
+    MAX_REST_S,
+    REST,
+    WINDOW_S,
+    ThreadTeam,
+    Usage,
+    idle_cores,
+)
+
+
+def step(wall_s: float, cores: float, switches_per_s: float) -> Usage:
+    """What a step used that was given so many cores."""
+    switches = round(switches_per_s * wall_s)
+    return Usage(wall_s=wall_s, cpu_s=cores * wall_s, switches=switches)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "given"),
+    [
+        (2, 1.95, 2),
+        (2, 1.4, 1),
+        (2, 0.5, 1),
+        (4, 3.8, 4),
+        (4, 3.5, 3),
+        (4, 1.0, 1),
+        (8, 7.5, 7),
+        (1, 0.3, 1),
+    ],
+)
+def test_a_team_gets_as_many_threads_as_it_was_given_cores(
+    threads: int, cores: float, given: int
+) -> None:
+    team = ThreadTeam(threads=threads).after(step(0.1, cores, 100), now_s=5.0)
+    assert team.threads == given
+    if given < threads:
+        assert team.enlarge_at_s == pytest.approx(5.0 + REST * 0.1)
+
+
+def test_a_team_that_waits_for_a_disk_keeps_its_threads() -> None:
+    assert ThreadTeam(threads=2).after(step(0.1, 0.5, 5), now_s=0.0).threads == 2
+
+
+def test_short_steps_are_judged_together() -> None:
+    team, steps = ThreadTeam(threads=2), 0
+    while team.threads == 2:
+        team, steps = team.after(step(0.01, 1.0, 200), now_s=0.0), steps + 1
+    assert steps == round(WINDOW_S / 0.01)
+
+
+def test_a_long_step_does_not_keep_a_team_small_for_ever() -> None:
+    assert ThreadTeam(threads=2).after(step(60, 0.5, 100), now_s=1.0).enlarge_at_s == 1 + MAX_REST_S
+
+
+@given(
+    st.integers(1, 64),
+    st.lists(
+        st.tuples(st.floats(0, 20), st.floats(0, 64), st.integers(0, 5000), st.integers(0, 64))
+    ),
+)
+def test_a_team_never_leaves_its_bounds(
+    most: int, steps: list[tuple[float, float, int, int]]
+) -> None:
+    team, now_s = ThreadTeam(threads=most), 0.0
+    for wall_s, cores, switches, idle in steps:
+        used = Usage(wall_s=wall_s, cpu_s=cores * wall_s, switches=switches)
+        now_s += wall_s
+        before, team = team, team.after(used, now_s)
+        assert 1 <= team.threads <= before.threads
+        if now_s >= team.enlarge_at_s:
+            team = team.enlarged(most, idle)
+        assert 1 <= team.threads <= most
+
+
+def test_idle_cores_are_those_that_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    (tmp_path / "loadavg").write_text("2.91 1.04 0.56 3/768 23123\n")
+    assert idle_cores(tmp_path / "loadavg") == 5
+    (tmp_path / "loadavg").write_text("2.91 1.04 0.56 20/768 23123\n")
+    assert idle_cores(tmp_path / "loadavg") == 0
+    assert idle_cores(tmp_path / "none") == 7
+
+
+def test_a_step_beside_busy_programs_has_fewer_threads(tmp_path: Path) -> None:
+    """Two real programs that never sleep, and real products of torch."""
+    threads = torch.get_num_threads()
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        cores, product = SharedCores(tmp_path, cores=2), torch.randn(300, 300)
+        until = time.monotonic() + 60
+        while torch.get_num_threads() == 2 and time.monotonic() < until:
+            with cores.step(lambda: True):
+                for _ in range(100):
+                    torch.mm(product, product)
+        assert torch.get_num_threads() == 1
+        with SharedCores(tmp_path, cores=2).step(lambda: True):  # another worker of the machine
+            assert torch.get_num_threads() == 1
+    finally:
+        for program in busy:
+            program.kill()
+            program.wait()
+        torch.set_num_threads(threads)

@@ -1,0 +1,95 @@
+"""Thread team: the number of OpenMP threads of a step, by the cores that steps really get.
+
+The threads of a team wait for each other after every operation. If another program runs on one of
+their cores, all of them wait for the thread there, and the others spin meanwhile: a step of two
+threads takes ten times as long as a step of one (docs/log.md). So a team is as large as the number
+of cores that its threads are given, and is enlarged when cores are idle.
+"""
+
+import os
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+WINDOW_S = 0.05
+"""Time of steps after which a team is judged: two decode steps of a small model or one long one."""
+LENIENCE = 0.3
+"""Part of a core by which a team may miss its size. A calm machine gives two threads 1.9 cores."""
+SWITCHES_PER_S = 20
+"""Threads that are preempted less often miss their time for another reason, such as a disk."""
+REST = 8
+"""A team that was reduced is enlarged after this many times the time in which it was too large, so
+that trying costs at most an eighth."""
+MAX_REST_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a process used since its start, or in a step: times in seconds."""
+
+    wall_s: float
+    cpu_s: float
+    switches: int
+    """How often one of its threads was preempted."""
+
+    @classmethod
+    def now(cls) -> "Usage":
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_s = used.ru_utime + used.ru_stime
+        return cls(wall_s=time.monotonic(), cpu_s=cpu_s, switches=used.ru_nivcsw)
+
+    def __sub__(self, other: "Usage") -> "Usage":
+        return Usage(
+            wall_s=self.wall_s - other.wall_s,
+            cpu_s=self.cpu_s - other.cpu_s,
+            switches=self.switches - other.switches,
+        )
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            wall_s=self.wall_s + other.wall_s,
+            cpu_s=self.cpu_s + other.cpu_s,
+            switches=self.switches + other.switches,
+        )
+
+
+NOTHING = Usage(wall_s=0.0, cpu_s=0.0, switches=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadTeam:
+    """Number of threads of the next step, and what the last steps used."""
+
+    threads: int
+    window: Usage = NOTHING
+    """What the steps used since the team was last judged."""
+    enlarge_at_s: float = 0.0
+    """Time (monotonic clock) before which the team is not enlarged."""
+
+    def after(self, step: Usage, now_s: float) -> "ThreadTeam":
+        """Judge the team if its window is full, and reduce it to the cores that it was given."""
+        window = self.window + step
+        if window.wall_s < WINDOW_S:
+            return ThreadTeam(threads=self.threads, window=window, enlarge_at_s=self.enlarge_at_s)
+        given = max(1, int(window.cpu_s / window.wall_s + LENIENCE))
+        was_preempted = window.switches >= SWITCHES_PER_S * window.wall_s
+        if given >= self.threads or not was_preempted:
+            return ThreadTeam(threads=self.threads, enlarge_at_s=self.enlarge_at_s)
+        rest_s = min(MAX_REST_S, REST * window.wall_s)
+        return ThreadTeam(threads=given, enlarge_at_s=now_s + rest_s)
+
+    def enlarged(self, most: int, idle: int) -> "ThreadTeam":
+        """The team with idle cores added, at most ``most`` threads."""
+        threads = min(most, self.threads + max(0, idle))
+        return self if threads <= self.threads else ThreadTeam(threads=threads)
+
+
+def idle_cores(loadavg: Path = Path("/proc/loadavg")) -> int:
+    """Cores of the machine on which nothing runs but the caller; all but one if unknown."""
+    cores = os.cpu_count() or 1
+    try:
+        running = int(loadavg.read_text().split()[3].split("/")[0])
+    except (OSError, ValueError, IndexError):
+        running = 1
+    return max(0, cores - max(1, running))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,9 +24,10 @@ from transformers import (
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
 from triptych.workers.models.facts import describe
+from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.hf_model import HFModel
 from triptych.workers.models.load import load
-from triptych.workers.models.weights import read_plain
+from triptych.workers.models.weights import drop_read_pages, read_plain
 
 SaveModel = Callable[[PreTrainedConfig], Path]
 
@@ -221,3 +223,30 @@ def test_weights_that_are_missing_are_not_made_up(
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"missing.*up_proj"):
         load(path, "float32")
+
+
+def resident_bytes(path: Path) -> int:
+    """Of the weight files of a model in this process."""
+    parts = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    found = [part for part in parts if str(path.resolve() / "model.safetensors") in part]
+    return sum(int(part.split("Rss:")[1].split()[0]) << 10 for part in found)
+
+
+def test_packed_weights_are_not_kept_in_memory_twice(tiny_model: Path) -> None:
+    facts = describe(tiny_model)
+    assert facts.plain is not None
+    network = FusedModel(facts, facts.plain, read_plain(tiny_model, facts.plain, "float32", "cpu"))
+    embedded = network.embed(torch.arange(20))
+    assert resident_bytes(tiny_model) > 0
+    assert drop_read_pages(tiny_model) > 0
+    assert resident_bytes(tiny_model) == 0
+    assert torch.equal(network.embed(torch.arange(20)), embedded)
+
+
+def test_pages_that_were_written_are_kept(tiny_model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    weights = load_file(copy / "model.safetensors")
+    first = next(iter(weights.values()))
+    first.fill_(3.0)
+    drop_read_pages(copy)
+    assert bool((first == 3.0).all())

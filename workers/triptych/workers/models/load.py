@@ -15,7 +15,7 @@ from triptych.workers.models.facts import ModelFacts, describe, weights_of
 from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
 from triptych.workers.models.traits import PlainTraits
-from triptych.workers.models.weights import read_plain
+from triptych.workers.models.weights import drop_read_pages, read_plain
 
 
 class Network(Protocol):
@@ -72,7 +72,9 @@ def _network(
     path: Path, facts: ModelFacts, dtype: DType, device: str, plain: PlainTraits | None
 ) -> Network:
     if plain is not None:
-        return FusedModel(facts, plain, read_plain(path, plain, dtype, device))
+        network = FusedModel(facts, plain, read_plain(path, plain, dtype, device))
+        drop_read_pages(path)
+        return network
     from triptych.workers.models.hf_model import (  # noqa: PLC0415 - plain layers do not need it
         HFModel,
     )

@@ -34,6 +34,7 @@ from server import Server, serving
 
 from triptych.cli.output import console, make_table, progress_bars, write_json
 from triptych.cli.pool import pool_at
+from triptych.kvpool.rpc.calls import CheckPool
 from triptych.loadgen.report.host import host_info
 
 HERE = Path(__file__).parent
@@ -264,7 +265,7 @@ def check_pool(server: Server) -> list[str]:
     paths = {Path(str(one.laddr)) for one in process.net_connections("unix")}
     (socket,) = {path for path in paths if path.name == "pool.sock"}
     with pool_at(f"unix:{socket}") as pool:
-        return pool.check()
+        return list(pool.call(CheckPool()).faults)
 
 
 def decisions(server: Server) -> dict[str, float]:

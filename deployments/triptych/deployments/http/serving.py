@@ -142,11 +142,15 @@ class OpenAIServing:
         if not state.ok:
             raise Overloaded(state.reason)
 
-    def card(self) -> dict[str, object]:
-        """The model in the form of OpenAI's model list."""
+    def cards(self) -> list[dict[str, object]]:
+        """OpenAI's model list: an entry for each name of the model."""
+        return [self.card(name) for name in self.model.names]
+
+    def card(self, name: str) -> dict[str, object]:
+        """The model under one of its names, in the form of OpenAI's model list."""
         model = self.model
         card: dict[str, object] = {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": model.created,
             "owned_by": "triptych",

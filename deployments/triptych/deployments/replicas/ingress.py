@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI
 from ray import serve
@@ -18,6 +18,7 @@ from triptych.deployments.replicas.gc_tuning import freeze_heap
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
 from triptych.deployments.transport.node_context import NodeContext
+from triptych.workers.models.store.generation_config import read_sampling_defaults
 from triptych.workers.models.tokenizer import open_tokenizer
 
 DRAIN_POLL_S = 0.1
@@ -38,12 +39,17 @@ class IngressReplica:
         self._node = await asyncio.to_thread(NodeContext.enter, plan)
         self._plan = self._node.plan
         tokenizer = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
+        model = self._plan.config.model
         self._engine = RouterClient(self._plan, routers, workers, self._node.routes)
         self._serving = OpenAIServing(
             engine=self._engine,
             tokenizer=tokenizer,
             model=ModelCard(
-                name=self._plan.config.model.public_name,
+                name=model.public_name,
+                aliases=model.served_names[1:],
+                root=model.name,
+                fingerprint=f"fp_{self._plan.revision[:12]}",
+                sampling_defaults=_sampling_defaults(self._plan),
                 context_tokens=self._plan.longest_request_tokens,
                 served_tokens=self._plan.max_model_len,
                 window_tokens=self._plan.context_tokens,
@@ -82,3 +88,10 @@ class IngressReplica:
             profile=self._engine.stats.profile,
             send_request_id=False,
         )
+
+
+def _sampling_defaults(plan: AppPlan) -> Mapping[str, float]:
+    """Defaults of the model, unless the settings turn them off."""
+    if plan.config.model.generation_config == "none":
+        return {}
+    return read_sampling_defaults(plan.model_path)

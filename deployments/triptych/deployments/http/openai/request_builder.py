@@ -47,6 +47,8 @@ class Job:
     created: int
     """Unix time in seconds."""
     model: str
+    fingerprint: str = ""
+    """``system_fingerprint`` of the answer; empty: null."""
     requests: tuple[Request, ...]
     prompt_tokens: int
     """Tokens of all prompts; each prompt counts once for all its choices."""
@@ -87,8 +89,9 @@ class RequestBuilder:
 
     def check_model(self, name: str | None) -> None:
         """Raises: ModelNotFound"""
-        if name is not None and name != self._model.name:
-            text = f"The model {name[:128]!r} does not exist. This server has {self._model.name!r}."
+        if name is not None and name not in self._model.names:
+            names = ", ".join(map(repr, self._model.names))
+            text = f"The model {name[:128]!r} does not exist. This server has {names}."
             raise ModelNotFound(text, "model")
 
     async def chat(self, body: ChatBody, client: Client = NO_CLIENT) -> Job:
@@ -296,6 +299,7 @@ class RequestBuilder:
             id=name,
             created=int(time.time()),
             model=self._model.name,
+            fingerprint=self._model.fingerprint,
             requests=tuple(requests),
             prompt_tokens=sum(map(len, prompts)),
             stream=body.stream,
@@ -329,8 +333,9 @@ class RequestBuilder:
         if wanted is not None and prompt_tokens + wanted > self._model.context_tokens:
             most = self._model.context_tokens
             raise PromptTooLong(_too_long(most, prompt_tokens, wanted, param), name)
-        limit = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
-        limit = limit if wanted is None else wanted
+        default = room if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS
+        usual = min(room, int(self._model.sampling_defaults.get("max_tokens", default)))
+        limit = usual if wanted is None else wanted
         if body.min_tokens > limit:
             text = f"min_tokens={body.min_tokens} is more than the answer may have: {limit}"
             raise RequestError(text, "min_tokens")
@@ -354,11 +359,11 @@ class RequestBuilder:
             grammar=grammar,
             tool_calls=bool(tools),
             tool_calls_first=bool(tools) and calls_first,
-            temperature=float(body.temperature),
-            top_k=max(body.top_k, 0),
-            top_p=float(body.top_p),
-            min_p=float(body.min_p),
-            repetition_penalty=float(body.repetition_penalty),
+            temperature=self._value(body, "temperature", body.temperature),
+            top_k=max(int(self._value(body, "top_k", body.top_k)), 0),
+            top_p=self._value(body, "top_p", body.top_p),
+            min_p=self._value(body, "min_p", body.min_p),
+            repetition_penalty=self._value(body, "repetition_penalty", body.repetition_penalty),
             presence_penalty=float(body.presence_penalty),
             frequency_penalty=float(body.frequency_penalty),
             logit_bias=self._logit_bias(body.logit_bias),
@@ -370,6 +375,11 @@ class RequestBuilder:
             logprobs=logprobs,
             skip_special_tokens=body.skip_special_tokens,
         )
+
+    def _value(self, body: GenerationBody, name: str, given: float) -> float:
+        """A field's value, or the model's default if the request leaves it out."""
+        is_given = name in body.model_fields_set
+        return float(given if is_given else self._model.sampling_defaults.get(name, given))
 
     def _logit_bias(self, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
         size = self._codec.vocab_tokens

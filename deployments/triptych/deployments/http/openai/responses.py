@@ -215,6 +215,7 @@ class ResponseBuilder(ABC):
             "object": kind,
             "created": job.created,
             "model": job.model,
+            "system_fingerprint": job.fingerprint or None,
             "choices": choices,
         }
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -101,9 +101,10 @@ def _put(settings: dict[str, Any], key: str, value: object) -> None:
     *sections, last = key.split(".")
     at = settings
     for section in sections:
-        at = at.setdefault(section, {})
-        if not isinstance(at, dict):
+        inner: object = at.setdefault(section, {})
+        if not isinstance(inner, dict):
             raise ConfigError(f"--set {key}: {section} is a value, not a section")
+        at = cast("dict[str, Any]", inner)
     at[last] = value
 
 

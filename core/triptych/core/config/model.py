@@ -28,6 +28,11 @@ class ModelConfig:
     chat_template: str = ""
     """File with a Jinja chat template; empty: that of the model."""
 
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    """Whether reasoning between ``<think>`` and ``</think>`` is separated from the content of
+    chats, and grammars begin after it: ``auto``, if the chat template has these tags; ``think``,
+    always; ``none``, never."""
+
     dtype: DType = "bfloat16"
     """Type of weights and activations."""
 

@@ -40,6 +40,8 @@ class ModelCard:
     """The error of compression that calibration measured, by context length."""
     plugins: tuple[OverridablePlugin, ...] = ()
     """What requests may change about the plug-ins of the decode step."""
+    reasoning: str = "auto"
+    """Whether answers begin with reasoning: ``think``, ``none``, or ``auto``, by the template."""
     fingerprint: str = ""
     """OpenAI's ``system_fingerprint``: changes with weights, config and tokenizer; empty: none."""
     root: str = ""

@@ -24,6 +24,7 @@ from triptych.deployments.http.openai.protocol import (
     CompletionBody,
     GenerationBody,
     check_known,
+    check_supported,
     validate,
     warnings_of,
 )
@@ -102,6 +103,7 @@ class OpenAIServing:
         """A valid body, and a warning about its unknown fields, which may be errors."""
         if self.config.strict_params:
             check_known(kind, given)
+        check_supported(kind, given)
         return await self.checked(kind, given), warnings_of(kind, given)
 
     async def checked(self, kind: type[B], given: Mapping[str, object]) -> B:

@@ -19,7 +19,7 @@ from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.workers.models.store.generation_config import read_sampling_defaults
-from triptych.workers.models.tokenizer import open_tokenizer
+from triptych.workers.models.tokenizer import open_tokenizer, with_chat_template
 
 DRAIN_POLL_S = 0.1
 
@@ -38,7 +38,8 @@ class IngressReplica:
         """``plan``: that of the first shard; the ingress uses only what all shards share."""
         self._node = await asyncio.to_thread(NodeContext.enter, plan)
         self._plan = self._node.plan
-        tokenizer = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
+        read = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
+        tokenizer = with_chat_template(read, self._plan.chat_template)
         model = self._plan.config.model
         self._engine = RouterClient(self._plan, routers, workers, self._node.routes)
         self._serving = OpenAIServing(
@@ -48,6 +49,7 @@ class IngressReplica:
                 name=model.public_name,
                 aliases=model.served_names[1:],
                 root=model.name,
+                reasoning=model.reasoning_parser,
                 fingerprint=f"fp_{self._plan.revision[:12]}",
                 sampling_defaults=_sampling_defaults(self._plan),
                 context_tokens=self._plan.longest_request_tokens,

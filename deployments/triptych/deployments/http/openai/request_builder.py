@@ -14,6 +14,7 @@ from triptych.core.profile import Fidelity
 from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.interfaces import Engine, ModelCard
 from triptych.deployments.http.keys import NO_CLIENT, Client
+from triptych.deployments.http.openai.chat_template import ALWAYS_TAKEN, ChatTemplate
 from triptych.deployments.http.openai.guided_decoding import OutputConstraint, constraint_of
 from triptych.deployments.http.openai.protocol import (
     ChatBody,
@@ -23,7 +24,14 @@ from triptych.deployments.http.openai.protocol import (
     Rendering,
     Tool,
 )
-from triptych.deployments.http.openai.tool_parser import calls_come_first, tools_of, turns_of
+from triptych.deployments.http.openai.reasoning_parser import Thinking
+from triptych.deployments.http.openai.tool_parser import (
+    RESULT_ROLES,
+    calls_come_first,
+    signature_of,
+    tools_of,
+    turns_of,
+)
 from triptych.deployments.http.openai.tool_parser import grammar_of as grammar_of_calls
 from triptych.deployments.http.tokenizer import TextCodec
 
@@ -31,6 +39,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for ``/v1/completions``."""
 
 SEEDS = 2**63
+
+TAIL_TOKENS = 16
+"""Last tokens of a prompt, which show whether reasoning has begun."""
 
 MAX_CUT = 8
 """Contexts that a prompt may have before ``truncate_prompt_tokens`` cuts it, if it is long."""
@@ -65,6 +76,11 @@ class Job:
     """Text of the prompt that each choice repeats before its output."""
     tools: frozenset[str] = frozenset()
     """Names of the tools that the output may call."""
+    calls_first: bool = False
+    """Whether an answer that does not begin with a call, after reasoning, has none."""
+    thinking: Thinking = Thinking.NO
+    """How outputs begin."""
+    shows_reasoning: bool = True
     prompt_logprobs: int = -1
     """Alternatives per token of the prompt to report, as vLLM does; -1: no report."""
     fidelity: Fidelity | None = None
@@ -85,6 +101,7 @@ class RequestBuilder:
         self._codec = codec
         self._model = model
         self._config = config
+        self._template = ChatTemplate(codec.tokenizer, model.reasoning)
         self.grammars = process_compiler()
 
     def check_model(self, name: str | None) -> None:
@@ -107,9 +124,16 @@ class RequestBuilder:
         prompt = await self.encode_messages(body.messages, body, tools, max_tokens=most)
         prompt = self._truncated(prompt, body)
         logprobs = body.top_logprobs if body.logprobs else -1
-        sampling = await self._sampling(body, logprobs, tools)
+        thinking = self._template.thinking(await self._codec.decode(prompt[-TAIL_TOKENS:]))
+        sampling = await self._sampling(body, logprobs, tools, thinking)
         job = self._job("chatcmpl", body, [prompt], "messages", sampling)
-        job = replace(job, tools=frozenset(tool.function.name for tool in tools))
+        job = replace(
+            job,
+            tools=frozenset(tool.function.name for tool in tools),
+            calls_first=bool(tools) and calls_come_first(body, constraint_of(body)),
+            thinking=thinking,
+            shows_reasoning=body.include_reasoning,
+        )
         job = self._with_prompt_logprobs(job, body)
         return self._owned(job, body, client)
 
@@ -206,16 +230,47 @@ class RequestBuilder:
         if how.continue_final_message and how.add_generation_prompt:
             text = "continue_final_message needs add_generation_prompt: false"
             raise RequestError(text, "continue_final_message")
-        turns = turns_of(messages, tools)
+        is_native = self._has_calls(messages, tools) and self._template.takes_tools
+        turns = turns_of(messages, tools, is_native=is_native)
         # The template only adds tokens, so this rejects nothing that fits.
-        self._codec.check_length(sum(len(turn["content"]) for turn in turns), "messages")
+        self._codec.check_length(sum(len(str(turn["content"])) for turn in turns), "messages")
+        if self._codec.has_template and self._template.takes_parts:
+            turns = [_with_parts(turn) for turn in turns]
         return await self._codec.encode_chat(
             turns,
             add_generation_prompt=how.add_generation_prompt,
             continue_final=how.continue_final_message,
-            options=how.template_options,
+            options=self._options(how),
+            tools=[signature_of(tool) for tool in tools] if is_native and tools else None,
             max_tokens=max_tokens,
         )
+
+    @staticmethod
+    def _has_calls(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
+        """Whether there are tools, calls or results for the template."""
+        return bool(tools) or any(one.calls or one.role in RESULT_ROLES for one in messages)
+
+    def _options(self, how: Rendering) -> dict[str, object]:
+        """Variables of the template.
+
+        Raises: RequestError for one that the template does not have
+        """
+        given, field = how.chat_template_kwargs, "chat_template_kwargs"
+        for name, value in given.items():
+            if name in ALWAYS_TAKEN:
+                if value is not None and not isinstance(value, bool):
+                    raise RequestError(f"{field}.{name}: expected true or false", f"{field}.{name}")
+            elif name not in self._template.variables:
+                shown = name[:64]
+                text = f"{field}.{shown}: the model's chat template has no such variable"
+                raise RequestError(text, f"{field}.{shown}")
+        found = {name: value for name, value in given.items() if value is not None}
+        if how.documents:
+            if not self._template.takes_documents:
+                text = "documents: the model's chat template has none; put them into messages"
+                raise Unsupported(text, "documents")
+            found["documents"] = how.documents
+        return {**self._template.effort(how.reasoning_effort), **found}
 
     def _truncated(self, prompt: list[int], body: GenerationBody) -> list[int]:
         """The last ``truncate_prompt_tokens`` tokens of a prompt.
@@ -342,19 +397,28 @@ class RequestBuilder:
         return limit
 
     async def _grammar(
-        self, body: GenerationBody, tools: Sequence[Tool], constraint: OutputConstraint | None
+        self,
+        body: GenerationBody,
+        tools: Sequence[Tool],
+        constraint: OutputConstraint | None,
+        thinking: Thinking,
     ) -> str:
         """The grammar of the output; empty: it is free."""
         if tools and isinstance(body, ChatBody):
-            return await grammar_of_calls(body, tools, self.grammars, constraint)
-        return "" if constraint is None else await constraint.grammar(self.grammars)
+            return await grammar_of_calls(body, tools, self.grammars, constraint, thinking)
+        return "" if constraint is None else await constraint.grammar(self.grammars, thinking)
 
     async def _sampling(
-        self, body: GenerationBody, logprobs: int, tools: Sequence[Tool] = ()
+        self,
+        body: GenerationBody,
+        logprobs: int,
+        tools: Sequence[Tool] = (),
+        thinking: Thinking = Thinking.NO,
     ) -> Sampling:
         constraint = constraint_of(body)
         calls_first = isinstance(body, ChatBody) and calls_come_first(body, constraint)
-        grammar = await self._grammar(body, tools, constraint)
+        calls_first = calls_first and thinking is Thinking.NO
+        grammar = await self._grammar(body, tools, constraint, thinking)
         return Sampling(
             grammar=grammar,
             tool_calls=bool(tools),
@@ -389,6 +453,11 @@ class RequestBuilder:
                 text = f"{key[:32]!r} is not a token id below {size}"
                 raise RequestError(text, f"logit_bias.{key[:32]}")
         return tuple((int(key), float(value)) for key, value in bias.items())
+
+
+def _with_parts(turn: dict[str, object]) -> dict[str, object]:
+    """A message whose content is a list of parts."""
+    return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
 
 
 def _nearest(measured: Sequence[Fidelity], tokens: int) -> Fidelity | None:

@@ -19,6 +19,7 @@ from triptych.core.messages import FinishReason
 from triptych.deployments.grammars import GrammarCompiler
 from triptych.deployments.http.openai.guided_decoding import OutputConstraint, check_own_end
 from triptych.deployments.http.openai.protocol import ChatBody, Message, NamedTool, Tool
+from triptych.deployments.http.openai.reasoning_parser import Thinking, after_thinking
 from triptych.workers.sampling.tool_calls import CLOSE, OPEN, Segment, ToolCallScanner
 
 RESULT = "<tool_response>\n{}\n</tool_response>"
@@ -39,7 +40,7 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 ANY_ARGUMENTS: dict[str, object] = {"type": "object"}
 
-Turn = dict[str, str]
+Turn = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,28 +96,71 @@ def calls_come_first(body: ChatBody, constraint: OutputConstraint | None) -> boo
 # ---------------------------------------------------------------- prompt
 
 
-def turns_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
-    """Messages for the chat template, with tools, calls and results formatted into their text.
+def turns_of(
+    messages: Sequence[Message], tools: Sequence[Tool], *, is_native: bool = False
+) -> list[Turn]:
+    """Messages for the chat template.
+
+    ``is_native``: the template lists tools and writes calls and results itself. Otherwise they
+    are formatted into the text of messages.
 
     Raises: RequestError if a result belongs to no call
     """
-    turns, open_calls = list[Turn](), set[str]()
+    _check_results(messages)
+    if is_native:
+        return [_native_turn(message) for message in messages]
+    turns = list[Turn]()
     for index, message in enumerate(messages):
-        turn = message.for_template()
+        turn: Turn = dict(message.for_template())
         if message.role in RESULT_ROLES:
-            if message.role == "tool" and not _answers(message.tool_call_id, open_calls):
-                text = f"tool_call_id {message.tool_call_id!r} answers no call before it"
-                raise RequestError(text, f"messages.{index}.tool_call_id")
             turn = {"role": "user", "content": RESULT.format(message.text)}
             if index and messages[index - 1].role in RESULT_ROLES:
                 # Results of one turn become one message.
-                turns[-1]["content"] += "\n" + turn["content"]
+                turns[-1]["content"] = f"{turns[-1]['content']}\n{turn['content']}"
                 continue
         calls = [_call_text(call.name, call.arguments) for call in message.calls]
-        open_calls |= {call.id for call in message.tool_calls if message.role == "assistant"}
-        turn["content"] = "\n".join([turn["content"]] * bool(turn["content"]) + calls)
+        turn["content"] = (
+            "\n".join([message.text] * bool(message.text) + calls) if calls else (turn["content"])
+        )
         turns.append(turn)
     return _with_tools(turns, tools) if tools else turns
+
+
+def _native_turn(message: Message) -> Turn:
+    turn: Turn = dict(message.for_template())
+    if message.role in RESULT_ROLES:
+        return turn | {"role": "tool", "tool_call_id": message.tool_call_id}
+    ids = [call.id for call in message.tool_calls] or [""]
+    calls = [
+        {
+            "type": "function",
+            "id": call_id,
+            "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+        }
+        for call_id, call in zip(ids, message.calls, strict=False)
+    ]
+    return turn | {"tool_calls": calls} if calls else turn
+
+
+def signature_of(tool: Tool) -> dict[str, object]:
+    """A tool as chat templates list it."""
+    function = tool.function
+    signature = {
+        "name": function.name,
+        "description": function.description,
+        "parameters": function.parameters or ANY_ARGUMENTS,
+    }
+    return {"type": "function", "function": signature}
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """Raises: RequestError if a result belongs to no call"""
+    open_calls = set[str]()
+    for index, message in enumerate(messages):
+        if message.role == "tool" and not _answers(message.tool_call_id, open_calls):
+            text = f"tool_call_id {message.tool_call_id!r} answers no call before it"
+            raise RequestError(text, f"messages.{index}.tool_call_id")
+        open_calls |= {call.id for call in message.tool_calls if message.role == "assistant"}
 
 
 def _answers(call_id: str, open_calls: AbstractSet[str]) -> bool:
@@ -137,13 +181,7 @@ def _with_tools(turns: list[Turn], tools: Sequence[Tool]) -> list[Turn]:
 
 
 def _signature(tool: Tool) -> str:
-    function = tool.function
-    signature = {
-        "name": function.name,
-        "description": function.description,
-        "parameters": function.parameters or ANY_ARGUMENTS,
-    }
-    return json.dumps({"type": "function", "function": signature}, ensure_ascii=False)
+    return json.dumps(signature_of(tool), ensure_ascii=False)
 
 
 # ---------------------------------------------------------------- grammar of the output
@@ -154,6 +192,7 @@ async def grammar_of(
     tools: Sequence[Tool],
     compiler: GrammarCompiler,
     constraint: OutputConstraint | None = None,
+    thinking: Thinking = Thinking.NO,
 ) -> str:
     """The grammar of calls with valid arguments, and of text unless a call is required.
 
@@ -172,16 +211,17 @@ async def grammar_of(
         rules += [f"calls: {'call' if once else 'call (CALL_GAP call)*'}", f'call: "{OPEN}" body']
         rules += [] if once else ['CALL_GAP: "\\n"']
     if must_call(body):
-        rules.append("start: calls")
+        rules += after_thinking(thinking, "calls")
     elif constraint is not None:
-        rules.append(f"start: calls | answer\nanswer: {_rule(constraint)}")
+        rules += after_thinking(thinking, "calls | answer")
+        rules.append(f"answer: {constraint.rule()}")
     else:
-        rules += [
-            # One call ends the answer: text after it could hold another one.
-            f"start: {'TEXT | found body' if once else '(found body)* TEXT'}",
-            f'found[lazy]: TEXT "{OPEN}"',
-            "TEXT: /(.|\\n)*/",
-        ]
+        # One call ends the answer: text after it could hold another one.
+        free = "TEXT | found body" if once else "(found body)* TEXT"
+        # Reasoning that may come is text as well.
+        is_open = thinking is Thinking.OPEN
+        rules += after_thinking(thinking if is_open else Thinking.NO, free)
+        rules += [f'found[lazy]: TEXT "{OPEN}"', "TEXT: /(.|\\n)*/"]
     try:
         return await compiler.compile(GrammarSource("lark", "\n".join(rules)))
     except GrammarError as error:
@@ -199,17 +239,6 @@ async def _body(tool: Tool, param: str, compiler: GrammarCompiler) -> str:
         schema = ANY_ARGUMENTS
     head = json.dumps(f'{{"name": {json.dumps(function.name)}, "arguments": ')
     return f'{head} %json {json.dumps(bounded_schema(schema))} "}}"'
-
-
-def _rule(constraint: OutputConstraint) -> str:
-    """The right-hand side of a Lark rule for what constrains the text."""
-    if constraint.schema is not None:
-        return f"%json {json.dumps(bounded_schema(constraint.schema))}"
-    if constraint.regex is not None:
-        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", constraint.regex) + "/"
-    if constraint.choice is not None:
-        return " | ".join(map(json.dumps, constraint.choice))
-    return f"%lark {{\n{constraint.lark}\n}}"
 
 
 # ---------------------------------------------------------------- parser of the output

@@ -30,8 +30,8 @@ class ModelConfig:
 
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     """Whether reasoning between ``<think>`` and ``</think>`` is separated from the content of
-    chats, and grammars begin after it: ``auto``, if the chat template has these tags; ``think``,
-    always; ``none``, never."""
+    chats, and grammars begin after it: ``auto``, if the chat template has one of these tags;
+    ``think``, always; ``none``, never."""
 
     dtype: DType = "bfloat16"
     """Type of weights and activations."""

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 
 from triptych.deployments.http.openai.reasoning_parser import (
     THINK_CLOSE,
+    THINK_OPEN,
     Thinking,
     thinking_after,
 )
@@ -48,7 +49,8 @@ class ChatTemplate:
         self._text = given if isinstance(given, str) else ""
         special = {token.content for token in tokenizer.added_tokens_decoder.values()
                    if token.special}  # fmt: skip
-        by_template = THINK_CLOSE in self._text and THINK_CLOSE not in special
+        tags = {THINK_OPEN, THINK_CLOSE}
+        by_template = any(tag in self._text for tag in tags) and not tags & special
         self._thinks = reasoning == "think" or (reasoning == "auto" and by_template)
 
     @cached_property

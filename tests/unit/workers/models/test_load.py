@@ -19,6 +19,8 @@ from transformers import (
     T5Config,
 )
 
+from tests.families import FAMILIES
+from tests.unit.workers.models.test_families import save
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
 from triptych.workers.models.facts import describe
@@ -208,6 +210,26 @@ def test_code_in_the_directory_is_never_run(
     with pytest.raises(ModelError, match="no usable config"):
         load(path, "float32")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "Mixtral", "Gemma 3", "GPT-2"])
+def test_weights_of_any_family_are_checked_before_anything_starts(
+    name: str, tmp_path: Path
+) -> None:
+    save(FAMILIES[name](), tmp_path)
+    describe(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    last = max(one for one in weights if ".1." in one and "vision" not in one)
+    save_file(
+        {**weights, last: torch.zeros(3, *weights[last].shape)}, file, metadata={"format": "pt"}
+    )
+    with pytest.raises(ModelError, match=r"has shape \[3|weights are missing"):
+        describe(tmp_path)
+    del weights[last]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="weights are missing"):
+        describe(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])

@@ -86,7 +86,7 @@ def read_weights(
     """
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{path}: no .safetensors file (.bin and .pt are never loaded)")
-    with readable(path, "cannot be loaded"), _no_progress_bar():
+    with readable(path, "cannot be loaded"), no_progress_bar():
         loaded = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -160,7 +160,7 @@ def readable(path: Path, problem: str) -> Generator[None]:
 
 
 @contextmanager
-def _no_progress_bar() -> Generator[None]:
+def no_progress_bar() -> Generator[None]:
     """Disables transformers' progress bars, which would fill a worker's log."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

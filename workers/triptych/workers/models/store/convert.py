@@ -36,6 +36,8 @@ Fix = Callable[[np.ndarray, str, PreTrainedConfig], np.ndarray]
 SHARD_BYTES = 2 << 30
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the RoPE frequencies, in files of Llama 3.1 and later."""
+ROPE_THETA = 10_000.0
+"""Where a file has no ``rope.freq_base``."""
 
 
 def _as_stored(weight: np.ndarray, name: str, config: PreTrainedConfig) -> np.ndarray:
@@ -142,13 +144,17 @@ def _set_rope_factors(gguf: Path, header: GgufHeader, config: PreTrainedConfig) 
         raise ModelError(f"{gguf}: {ROPE_FACTORS}: expected {head_dim // 2} positive numbers")
     config.rope_parameters = {
         "rope_type": "longrope",
-        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_theta": float(header.metadata.get(_rope_base(header), ROPE_THETA)),
         "short_factor": factors.tolist(),
         "long_factor": factors.tolist(),
         "factor": 1.0,
         "attention_factor": 1.0,
         "original_max_position_embeddings": config.max_position_embeddings,
     }
+
+
+def _rope_base(header: GgufHeader) -> str:
+    return f"{header.text('general.architecture')}.rope.freq_base"
 
 
 def _complete_config(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Chats of models that reason and call tools in the form of their own template."""
+"""Chats of models that reason, and call tools in the form of their own template."""
 
 import asyncio
 import json
@@ -27,7 +27,14 @@ from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.openai.chat_template import ChatTemplate
 from triptych.deployments.http.openai.guided_decoding import constraint_of
 from triptych.deployments.http.openai.reasoning_parser import ReasoningParser, Thinking
-from triptych.deployments.http.openai.tool_parser import grammar_of, tools_of
+from triptych.deployments.http.openai.tool_parser import (
+    CallParser,
+    ParsedCall,
+    ToolFormat,
+    call_parser,
+    grammar_of,
+    tools_of,
+)
 from triptych.workers.models.tokenizer import from_json, read_chat_template, to_json
 
 TEMPLATE = r"""{%- if tools %}<|im_start|>system
@@ -118,8 +125,8 @@ def test_the_template_lists_tools_and_writes_calls_and_results(
 
 
 def test_a_template_without_tools_is_told_of_them_in_text() -> None:
-    assert ChatTemplate(make_reasoner()).takes_tools
-    assert not ChatTemplate(make_tokenizer()).takes_tools
+    assert ChatTemplate(make_reasoner()).tool_format is ToolFormat.TAGS
+    assert ChatTemplate(make_tokenizer()).tool_format is None
 
 
 def test_a_template_of_a_multimodal_model_gets_parts() -> None:
@@ -241,6 +248,86 @@ def test_any_split_gives_the_same_texts(
 )
 def test_reasoning_is_between_the_tags(thinking, output, expected) -> None:
     assert ReasoningParser(thinking).read(output, finish="stop") == expected
+
+
+# ---------------------------------------------------------------- calls as Llama 3 writes them
+
+LLAMA_TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.role == "user" and tools and loop.first %}<|im_start|>user
+Respond with {"name": function name, "parameters": its arguments}.
+{% for tool in tools %}{{ tool | tojson(indent=4) }}
+{% endfor %}{{ message.content }}<|im_end|>
+{%- elif message.tool_calls %}<|im_start|>assistant
+{% set call = message.tool_calls[0].function %}
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|im_end|>
+{%- else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{%- endif %}{% endfor %}"""
+OBJECT_CALL = '{"name": "weather", "parameters": {"city": "Ulm"}}'
+
+
+def object_parser() -> CallParser:
+    return call_parser(frozenset(["weather", "time"]), ToolFormat.OBJECT, calls_first=False)
+
+
+def test_the_whole_output_is_a_call_where_the_template_writes_so() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = LLAMA_TEMPLATE
+    assert ChatTemplate(tokenizer).tool_format is ToolFormat.OBJECT
+    engine = make_engine(tokenizer)
+    engine.script = OBJECT_CALL
+    with serve_app(tokenizer, engine) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        asked = {"model": MODEL, "messages": QUESTION, "tools": [WEATHER], "max_tokens": 200}
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        assert choice.message.tool_calls[0].function.arguments == '{"city": "Ulm"}'
+        assert "# Tools" not in tokenizer.decode(engine.calls[-1][0].prompt)
+        engine.script = '{"rain": true}'
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ('{"rain": true}', "stop")
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits", "does_not"),
+    [
+        ({"tool_choice": "required"}, [OBJECT_CALL], ["It rains.", CALL, f"{OBJECT_CALL} a"]),
+        ({"tool_choice": "auto"}, [OBJECT_CALL, "It rains.", ""], ['{"name": "rain"}', "{"]),
+        ({"tool_choice": "auto", **{"guided_choice": ["no"]}}, [OBJECT_CALL, "no"], ["yes"]),
+    ],
+)
+def test_objects_keep_to_the_parameters(fields, fits, does_not) -> None:
+    asked = body(**fields)
+    work = grammar_of(
+        *(asked, tools_of(asked), process_compiler(), constraint_of(asked)),
+        form=ToolFormat.OBJECT,
+    )
+    made = asyncio.run(work)
+    assert all(accepts(made, text) for text in fits)
+    assert not any(accepts(made, text) for text in does_not)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_cut_object_leaves_no_markup(size: int) -> None:
+    for end in range(len(OBJECT_CALL) + 1):
+        parser, found = object_parser(), list[object]()
+        text = OBJECT_CALL[:end]
+        for at in range(0, max(end, 1), size):
+            is_last = at + size >= end
+            found += parser.read(text[at : at + size], finish="length" if is_last else None)
+        is_whole = end == len(OBJECT_CALL)
+        assert [isinstance(one, ParsedCall) for one in found] == [True] * is_whole
+        assert (parser.calls, parser.is_cut) == (int(is_whole), 0 < end < len(OBJECT_CALL))
+
+
+def test_other_objects_and_texts_are_text() -> None:
+    for text in ("It rains.", '{"rain": true}', '{"name": "rain", "parameters": {}}', "  ", "{"):
+        parser = object_parser()
+        found = [*parser.read(text[:2]), *parser.read(text[2:], finish="stop")]
+        assert "".join(map(str, found)) == text
+        assert (parser.calls, parser.is_cut) == (0, False)
 
 
 # ---------------------------------------------------------------- grammars after reasoning

@@ -15,7 +15,7 @@ from triptych.deployments.http.openai.reasoning_parser import (
     Thinking,
     thinking_after,
 )
-from triptych.deployments.http.openai.tool_parser import parse_call
+from triptych.deployments.http.openai.tool_parser import ToolFormat, parse_call
 from triptych.deployments.http.tokenizer import Tokenizer
 from triptych.workers.sampling.tool_calls import CLOSE, OPEN
 
@@ -64,19 +64,25 @@ class ChatTemplate:
         return re.search(r"\bdocuments\b", self._text) is not None
 
     @cached_property
-    def takes_tools(self) -> bool:
-        """Whether the template lists tools itself, and writes calls in the form of Hermes."""
+    def tool_format(self) -> ToolFormat | None:
+        """How the template writes calls, if it lists tools itself; None: it does not, or in a form
+        that is not read."""
         call = {"type": "function", "id": "a" * 9,
                 "function": {"name": _PROBE, "arguments": {"x": "1"}}}  # fmt: skip
         messages: list[Mapping[str, object]] = [
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
-        listed = self._render(messages[:1], [_PROBE_TOOL])
-        called = self._render(messages, [_PROBE_TOOL])
+        if _PROBE not in self._render(messages[:1], [_PROBE_TOOL]):
+            return None
+        called, names = self._render(messages, [_PROBE_TOOL]), frozenset([_PROBE])
         blocks = re.findall(f"{OPEN}(.*?){CLOSE}", called, re.DOTALL)
-        names = frozenset([_PROBE])
-        return _PROBE in listed and any(parse_call(block, names) for block in blocks)
+        if any(parse_call(block, names) for block in blocks):
+            return ToolFormat.TAGS
+        objects = re.findall(r'\{"name": "triptychprobe", "parameters": \{[^{}]*\}\}', called)
+        if any(parse_call(text, names, ToolFormat.OBJECT) for text in objects):
+            return ToolFormat.OBJECT
+        return None
 
     @cached_property
     def takes_parts(self) -> bool:

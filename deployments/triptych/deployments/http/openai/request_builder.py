@@ -27,6 +27,7 @@ from triptych.deployments.http.openai.protocol import (
 from triptych.deployments.http.openai.reasoning_parser import Thinking
 from triptych.deployments.http.openai.tool_parser import (
     RESULT_ROLES,
+    ToolFormat,
     calls_come_first,
     signature_of,
     tools_of,
@@ -78,6 +79,8 @@ class Job:
     """Names of the tools that the output may call."""
     calls_first: bool = False
     """Whether an answer that does not begin with a call, after reasoning, has none."""
+    tool_format: ToolFormat = ToolFormat.TAGS
+    """How calls are written."""
     thinking: Thinking = Thinking.NO
     """How outputs begin."""
     shows_reasoning: bool = True
@@ -131,6 +134,7 @@ class RequestBuilder:
             job,
             tools=frozenset(tool.function.name for tool in tools),
             calls_first=bool(tools) and calls_come_first(body, constraint_of(body)),
+            tool_format=self._tool_format(tools),
             thinking=thinking,
             shows_reasoning=body.include_reasoning,
         )
@@ -230,7 +234,7 @@ class RequestBuilder:
         if how.continue_final_message and how.add_generation_prompt:
             text = "continue_final_message needs add_generation_prompt: false"
             raise RequestError(text, "continue_final_message")
-        is_native = self._has_calls(messages, tools) and self._template.takes_tools
+        is_native = self._has_calls(messages, tools) and self._template.tool_format is not None
         turns = turns_of(messages, tools, is_native=is_native)
         # The template only adds tokens, so this rejects nothing that fits.
         self._codec.check_length(sum(len(str(turn["content"])) for turn in turns), "messages")
@@ -244,6 +248,10 @@ class RequestBuilder:
             tools=[signature_of(tool) for tool in tools] if is_native and tools else None,
             max_tokens=max_tokens,
         )
+
+    def _tool_format(self, tools: Sequence[Tool]) -> ToolFormat:
+        """How calls are written; models are told of tags if their template has no form."""
+        return (self._template.tool_format if tools else None) or ToolFormat.TAGS
 
     @staticmethod
     def _has_calls(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
@@ -405,7 +413,8 @@ class RequestBuilder:
     ) -> str:
         """The grammar of the output; empty: it is free."""
         if tools and isinstance(body, ChatBody):
-            return await grammar_of_calls(body, tools, self.grammars, constraint, thinking)
+            form = self._tool_format(tools)
+            return await grammar_of_calls(body, tools, self.grammars, constraint, thinking, form)
         return "" if constraint is None else await constraint.grammar(self.grammars, thinking)
 
     async def _sampling(

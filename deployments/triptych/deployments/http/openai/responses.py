@@ -17,7 +17,7 @@ from triptych.core.profile import Fidelity
 from triptych.deployments.http.openai.chat_logprobs import ChatLogprobs, finite_logprob
 from triptych.deployments.http.openai.reasoning_parser import ReasoningParser
 from triptych.deployments.http.openai.request_builder import Job
-from triptych.deployments.http.openai.tool_parser import ParsedCall, ToolParser
+from triptych.deployments.http.openai.tool_parser import ParsedCall, call_parser
 from triptych.deployments.http.tokenizer import TextCodec
 
 Json = dict[str, object]
@@ -241,8 +241,10 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def __init__(self, job: Job, codec: TextCodec, warning: str = "") -> None:
         super().__init__(job, codec, warning)
-        first = job.calls_first
-        self._tool_parsers = [ToolParser(job.tools, calls_first=first) for _ in job.requests]
+        self._tool_parsers = [
+            call_parser(job.tools, job.tool_format, calls_first=job.calls_first)
+            for _ in job.requests
+        ]
         self._reasoning_parsers = [ReasoningParser(job.thinking) for _ in job.requests]
         self._logprobs = [ChatLogprobs(codec, one.sampling) for one in job.requests]
 

@@ -117,5 +117,7 @@ def test_a_model_has_the_name_that_the_user_gave_it() -> None:
     assert names("/models/Llama-3.1-8B/") == ("/models/Llama-3.1-8B/", "Llama-3.1-8B")
     assert names("/models/a.Q4_K_M.gguf") == ("/models/a.Q4_K_M.gguf", "a.Q4_K_M")
     assert names("smollm2-135m-instruct") == ("smollm2-135m-instruct",)
+    assert names("Qwen/Qwen3-0.6B@c1899de") == ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
+    assert names("./a@b") == ("./a@b", "a@b")
     assert names("Qwen/Qwen3-0.6B", "mine") == ("mine",)
     assert names("Qwen/Qwen3-0.6B", ["mine", "gpt-4"]) == ("mine", "gpt-4")

@@ -14,7 +14,8 @@ class ModelConfig:
     """Which model is served, and in what precision it computes."""
 
     name: str = "smollm2-135m-instruct"
-    """A known name, a directory in Hugging Face's form, a ``.gguf`` file, or a hub name."""
+    """A known name, a directory in Hugging Face's form, a ``.gguf`` file, or a hub name, which
+    ``@`` and a commit may follow: ``Qwen/Qwen3-0.6B@c1899de``."""
 
     served_model_name: str | tuple[str, ...] = ""
     """Name of the model in the API, or a list of names; answers have the first. Empty: ``name`` as
@@ -64,5 +65,7 @@ class ModelConfig:
         if self.served_model_name:
             given = self.served_model_name
             return (given,) if isinstance(given, str) else given
-        short = Path(self.name).name.removesuffix(".gguf")
-        return tuple(dict.fromkeys((self.name, short or self.name)))
+        is_path = self.name.startswith(("/", ".", "~"))
+        name = self.name if is_path else self.name.partition("@")[0]
+        short = Path(name).name.removesuffix(".gguf")
+        return tuple(dict.fromkeys((name, short or name)))

@@ -60,7 +60,7 @@ class Job:
     """Unix time in seconds."""
     model: str
     fingerprint: str = ""
-    """``system_fingerprint`` of the answer; empty: null."""
+    """``system_fingerprint`` of the answer; empty: none."""
     requests: tuple[Request, ...]
     prompt_tokens: int
     """Tokens of all prompts; each prompt counts once for all its choices."""

@@ -211,14 +211,14 @@ class ResponseBuilder(ABC):
 
     def _frame(self, kind: str, choices: list[Json]) -> Json:
         job = self.job
-        return {
+        frame: Json = {
             "id": job.id,
             "object": kind,
             "created": job.created,
             "model": job.model,
-            "system_fingerprint": job.fingerprint or None,
             "choices": choices,
         }
+        return frame | {"system_fingerprint": job.fingerprint} if job.fingerprint else frame
 
     def _usage(self) -> Json:
         job = self.job

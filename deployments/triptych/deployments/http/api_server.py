@@ -241,7 +241,9 @@ class RouteHandlers:
                     prompt, add_special_tokens=body.add_special_tokens, max_tokens=most
                 )
             case TokenizeBody(prompt=None, messages=list(messages)):
-                return await self._request_builder.encode_messages(messages, body, max_tokens=most)
+                return await self._request_builder.encode_messages(
+                    messages, body, body.tools, max_tokens=most
+                )
             case _:
                 raise RequestError("give either prompt or messages", "prompt")
 

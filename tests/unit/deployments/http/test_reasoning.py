@@ -124,6 +124,12 @@ def test_the_template_lists_tools_and_writes_calls_and_results(
     assert ids.count(reasoner.convert_tokens_to_ids("<|im_end|>")) == text.count("<|im_end|>") - 1
 
 
+def test_tokenize_renders_tools_as_a_chat_does(own_http, own_engine, reasoner) -> None:
+    prompt_of(own_http, own_engine, reasoner, tools=[WEATHER])
+    told = own_http.post("/tokenize", json={"messages": QUESTION, "tools": [WEATHER]}).json()
+    assert told["tokens"] == list(own_engine.calls[-1][0].prompt)
+
+
 def test_a_template_without_tools_is_told_of_them_in_text() -> None:
     assert ChatTemplate(make_reasoner()).tool_format is ToolFormat.TAGS
     assert ChatTemplate(make_tokenizer()).tool_format is None

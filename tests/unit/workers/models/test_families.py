@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from tests.families import FAMILIES
@@ -15,6 +16,8 @@ from triptych.core.errors import ModelError
 from triptych.core.messages import Sampling
 from triptych.workers.local import LocalServer
 from triptych.workers.models.facts import describe
+from triptych.workers.models.load import load
+from triptych.workers.models.store.checkpoint_files import layers_prefix
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"
 ROWS = re.findall(r"^\| ([^|]+?) \| ([^|]+?) \| ([^|]+?) \|$", DOCUMENT.read_text(), re.MULTILINE)
@@ -79,3 +82,40 @@ def test_what_is_not_computed_is_refused_in_one_line(name: str, tmp_path: Path) 
     text = str(error.value)
     assert REFUSED[name].strip("`") in text
     assert "\n" not in text
+
+
+LAYOUTS = {
+    "Qwen3-VL": ("model.language_model.", "lm_head.weight"),
+    "SmolVLM": ("model.text_model.", "lm_head.weight"),
+    "Qwen2-VL": ("model.", "lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("name", ["Mistral 3", "Gemma 3"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_text_part_is_found_under_any_prefix(name: str, layout: str, tmp_path: Path) -> None:
+    save(FAMILIES[name](), tmp_path)
+    file, (prefix, head) = tmp_path / "model.safetensors", LAYOUTS[layout]
+
+    def logits() -> torch.Tensor:
+        network = load(tmp_path, "float32").network
+        ids, at = torch.arange(9) + 5, torch.tensor([8])
+        with torch.inference_mode():
+            return network(ids, torch.arange(9), attend, at)
+
+    def attend(layer: int, query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return query
+
+    before = logits()
+    stored = load_file(file)
+    was = layers_prefix(stored)
+
+    def renamed(key: str) -> str:
+        if key.endswith("lm_head.weight"):
+            return head
+        return f"{prefix}{key.removeprefix(was)}" if key.startswith(was) else f"vision.{key}"
+
+    changed = {renamed(key): weight for key, weight in stored.items()}
+    assert changed.keys() != stored.keys()
+    save_file(changed, file, metadata={"format": "pt"})
+    torch.testing.assert_close(logits(), before, rtol=0, atol=0)

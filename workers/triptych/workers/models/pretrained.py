@@ -161,11 +161,16 @@ def readable(path: Path, problem: str) -> Generator[None]:
 
 @contextmanager
 def no_progress_bar() -> Generator[None]:
-    """Disables transformers' progress bars, which would fill a worker's log."""
-    shown = logging.is_progress_bar_enabled()
+    """Disables transformers' progress bars and load reports, which would fill a worker's log.
+
+    What a report says of missing weights is an error here.
+    """
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()

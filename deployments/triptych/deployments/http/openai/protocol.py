@@ -444,6 +444,7 @@ class TokenizeBody(Rendering):
     model: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
     prompt: Text | None = None
     messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list[Tool])
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

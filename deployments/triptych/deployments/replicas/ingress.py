@@ -65,7 +65,8 @@ class IngressReplica:
         await self._engine.start()
         await self._rpc.start()
         freeze_heap()
-        self._warming = asyncio.create_task(asyncio.to_thread(tokenizer.warm_up))
+        warm_up = self._serving.request_builder.warm_up
+        self._warming = asyncio.create_task(asyncio.to_thread(warm_up))
 
     async def __del__(self) -> None:
         """Serve has waited for HTTP requests; gRPC requests do not pass through it."""

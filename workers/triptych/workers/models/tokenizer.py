@@ -107,11 +107,6 @@ class FastTokenizer:
         )
         return texts[0]
 
-    def warm_up(self) -> None:
-        """Import the template renderer now instead of at the first chat."""
-        if self.chat_template is not None:
-            _renderer()
-
 
 def open_tokenizer(model: Path) -> FastTokenizer:
     """The tokenizer of a model's directory; built by transformers the first time.

@@ -91,6 +91,11 @@ class ChatTemplate:
         parts = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
         return _PROBE not in self._render(whole) and _PROBE in self._render(parts)
 
+    def warm_up(self) -> None:
+        """Render the conversations now instead of at the first chat."""
+        if self._text:
+            _ = self.variables, self.tool_format, self.takes_parts
+
     def thinking(self, prompt_tail: str) -> Thinking:
         """How an output begins, by the last text of its prompt."""
         return thinking_after(prompt_tail) if self._thinks else Thinking.NO

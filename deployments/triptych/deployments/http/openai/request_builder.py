@@ -107,6 +107,10 @@ class RequestBuilder:
         self._template = ChatTemplate(codec.tokenizer, model.reasoning)
         self.grammars = process_compiler()
 
+    def warm_up(self) -> None:
+        """Look at the chat template now instead of at the first chat; in a thread."""
+        self._template.warm_up()
+
     def check_model(self, name: str | None) -> None:
         """Raises: ModelNotFound"""
         if name is not None and name not in self._model.names:

@@ -3,6 +3,7 @@
 Imports transformers; ``facts`` imports this module only if the model's traits are not cached.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +42,8 @@ HEAD_DIM_STEP = 16
 """Sizes of heads that kernels take are multiples of it; others are padded with zeros."""
 ATTENDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers, in a config, that attend to keys and values of all or of the latest tokens."""
+_MIXING = re.compile("conv|linear|mamba|recurrent|lightning|delta|ssm")
+"""Kinds of layers, in a config, that are no attention."""
 _UNKNOWN_CONTEXT = 4096
 
 
@@ -108,13 +111,15 @@ def _observe(path: Path) -> _Observed:
     try:
         config = _servable_config(path)
         model = without_weights(config, OBSERVED_ATTENTION).eval()
-        _refuse_mixing(model)
+        _refuse_mixing(config, model)
         context = _context(config, fix_rope(model, config))
         layers, geometry, num_heads = _run(path, config, model, context or _UNKNOWN_CONTEXT)
         if not context:
             raise ModelError("it states no max_position_embeddings")
     except ModelError as error:
         text = str(error)
+        if "meta tensor" in text:  # without values; torch's words help nobody
+            text = "its layers decide by values of their input what they compute"
         known = text if text.startswith(str(path)) else f"{path}: cannot be served: {text}"
         raise ModelError(known) from error
     return _Observed(config, model, layers, geometry, num_heads, context)
@@ -160,11 +165,13 @@ def _context(config: PreTrainedConfig, rope_limit: int | None) -> int:
     return min(map(int, limits)) if stated else 0
 
 
-def _refuse_mixing(model: PreTrainedModel) -> None:
+def _refuse_mixing(config: PreTrainedConfig, model: PreTrainedModel) -> None:
     """Convolutions and state-space layers read the tokens before in a flat batch."""
-    kinds = {type(module).__name__ for module in model.modules() if isinstance(module, nn.Conv1d)}
-    states = {name for name, _ in model.named_parameters() if name.endswith("A_log")}
-    if kinds or states:
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    if mixing := sorted(filter(_MIXING.search, kinds)):
+        raise ModelError(f"layers of kind {', '.join(mixing)} are not supported")
+    has_convolutions = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    if has_convolutions or any(name.endswith("A_log") for name, _ in model.named_parameters()):
         raise ModelError("it has convolutions or state-space layers, which are not supported")
 
 
@@ -211,6 +218,11 @@ def _uniform(
 ) -> tuple[tuple[LayerTraits, ...], Geometry, int]:
     """The geometry that all layers share, or a ModelError."""
     layers = int(config.num_hidden_layers)
+    if not traits:
+        raise ModelError(
+            "its layers compute attention on their own, not through transformers' attention "
+            "interface"
+        )
     if sorted(traits) != list(range(layers)):
         kinds = set(getattr(config, "layer_types", None) or ()) - set(ATTENDS)
         others = f" ({', '.join(sorted(kinds))})" if kinds else ""

@@ -151,7 +151,7 @@ def test_the_revision_changes_with_one_weight(
         (BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1), "looks ahead"),
         (
             JambaConfig(hidden_size=32, num_hidden_layers=8, use_mamba_kernels=False),
-            "state-space|usual kind|ragged",
+            "layers of kind linear_attention",
         ),
     ],
     ids=["encoder-decoder", "encoder", "state-space"],

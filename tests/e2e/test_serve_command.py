@@ -1,41 +1,157 @@
-"""``triptych serve`` as systemd and docker treat it."""
+"""``triptych serve`` as a user, systemd and docker treat it, with a model of the user's own."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import openai
 import psutil
+import pytest
+import torch
+from tokenizers import AddedToken
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.e2e.conftest import MODEL, Server, free_port, wait_for_health, write_config
+from tests.e2e.conftest import Server, free_port, wait_for_health
+from tests.tiny import byte_tokenizer
 
 SHARED = Path("/dev/shm")
+NAME = "org/Tiny-0.6B"
+CONTEXT_TOKENS = 40_960
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{{ "\\n" }}{% endfor %}
+{%- for message in messages %}{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{{ "\\n" }}{% endfor %}
+{%- if add_generation_prompt %}assistant: <think>
+{% endif %}"""
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Ulm", "Bonn"]}},
+            "required": ["city"],
+        },
+    },
+}
 
 
 def pools() -> set[str]:
     return {path.name for path in SHARED.glob("triptych-*")}
 
 
-def test_a_server_that_is_terminated_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
-    port, before, log = free_port(), pools(), tmp_path / "serve.log"
-    config = write_config(tmp_path / "config.yaml", port, {"model": {"name": MODEL}})
+def save(path: Path) -> None:
+    """A random model that has the tags of reasoning and calls as tokens, as Qwen3 has."""
+    tokenizer = byte_tokenizer()
+    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
+    tokenizer.chat_template = TEMPLATE
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT_TOKENS,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "top_k": 200}))
+
+
+@dataclass(frozen=True)
+class Served:
+    """The command, its server, and the pools of other servers."""
+
+    server: Server
+    process: "subprocess.Popen[bytes]"
+    others: set[str]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory, port, others = tmp_path_factory.mktemp("own"), free_port(), pools()
+    save(directory / NAME)
+    log = directory / "serve.log"
+    options = ["--port", str(port), "--api-key", "secret", "--kv-cache-memory-bytes", "256MiB"]
     with log.open("w") as output:
         process = subprocess.Popen(
-            [Path(sys.executable).with_name("triptych"), "serve", str(config)],
-            cwd=tmp_path,
+            [Path(sys.executable).with_name("triptych"), "serve", NAME, *options],
+            cwd=directory,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"},
         )
+    server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), log)
     try:
-        wait_for_health(
-            Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid)), process, log
-        )
-        assert pools() - before
-        process.terminate()
-        assert process.wait(timeout=60) == 0, log.read_text()[-4000:]
+        wait_for_health(server, process, log)
+        yield Served(server, process, others)
     finally:
         process.kill()
         process.wait()
-    assert not pools() - before
+
+
+def test_a_client_uses_its_name_tools_and_reasoning_without_max_tokens(served: Served) -> None:
+    server = served.server
+    with pytest.raises(openai.AuthenticationError):
+        server.client().models.list()
+    client = server.client(api_key="secret")
+    cards = client.models.list().data
+    assert [card.id for card in cards] == [NAME, "Tiny-0.6B"]
+    assert cards[0].model_dump()["max_model_len"] == CONTEXT_TOKENS
+    question = {"role": "user", "content": "How is the weather?"}
+    asked = client.chat.completions.create(
+        model=NAME,
+        messages=[question],
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        seed=1,
+    )
+    choice = asked.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.model_dump()["reasoning_content"]
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or []
+    assert json.loads(call.function.arguments)["city"] in ("Ulm", "Bonn")
+    assert asked.model == NAME
+    assert asked.system_fingerprint
+    answer = client.chat.completions.create(
+        model="Tiny-0.6B",
+        messages=[
+            question,
+            choice.message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "It rains."},
+        ],
+        tools=[WEATHER],
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "rain", "schema": {"type": "boolean"}},
+        },
+        seed=2,
+    ).choices[0]
+    assert answer.finish_reason in ("stop", "tool_calls")
+    if answer.finish_reason == "stop":
+        assert json.loads(answer.message.content) in (True, False)
+    assert answer.message.model_dump()["reasoning_content"]
+
+
+def test_a_server_that_is_terminated_leaves_nothing_in_shared_memory(served: Served) -> None:
+    log = served.server.log
+    own = pools() - served.others
+    assert own
+    served.process.terminate()
+    assert served.process.wait(timeout=60) == 0, log.read_text()[-4000:]
+    assert not pools() & own
     assert "retries remaining" not in log.read_text()  # of calls that Serve's controller ends under

@@ -16,6 +16,7 @@ from triptych.cli.output import notes
 from triptych.cli.quality import evaluate
 from triptych.cli.quality.calibrate import calibrate
 from triptych.cli.quality.spread import spread
+from triptych.cli.serving.chat import chat
 from triptych.cli.serving.drain import drain
 from triptych.cli.serving.serve import serve
 from triptych.cli.serving.top import top
@@ -28,6 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(serve)
+app.command()(chat)
 app.command()(validate)
 app.command()(calibrate)
 app.command()(spread)

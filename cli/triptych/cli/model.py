@@ -1,4 +1,4 @@
-"""``triptych model``: download models and list those on this machine."""
+"""``triptych model``: download, list and delete models."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from rich.progress import (
 from triptych.cli.output import JsonFlag, console, make_table, notes, show
 from triptych.core.config import ModelConfig
 
-app = typer.Typer(help="Download and list models.", no_args_is_help=True)
+app = typer.Typer(help="Download, list and delete models.", no_args_is_help=True)
 
 Name = Annotated[
     str, typer.Argument(help="Known model name, directory, .gguf file or Hugging Face name.")
@@ -37,6 +37,9 @@ def fetch(
     _print_path(name, fetch_with_progress(name, verify=verify), as_json=as_json)
 
 
+app.command("pull", help="Same as fetch, by the name that Ollama has for it.")(fetch)
+
+
 @app.command()
 def path(name: Name = DEFAULT, as_json: JsonFlag = False) -> None:
     """Print the directory of a model that is on this machine."""
@@ -54,21 +57,42 @@ def _print_path(name: str, place: Path, *, as_json: bool) -> None:
 
 @app.command("list")
 def list_models(as_json: JsonFlag = False) -> None:
-    """List the models that have a known name, with download size and local path."""
-    from triptych.core.errors import ModelError
+    """List the models on this machine, and those that have a known name."""
     from triptych.workers.models.store.catalogue import KNOWN_MODELS
-    from triptych.workers.models.store.model_store import resolve
+    from triptych.workers.models.store.installed import installed_models
 
-    rows = list[dict[str, object]]()
-    for known in KNOWN_MODELS.values():
-        try:
-            place = str(resolve(known.name, allow_download=False))
-        except ModelError:
-            place = None
-        rows.append({"name": known.name, "download_bytes": known.wheel_bytes, "path": place})
-    columns = ("name", "download MB", "on this machine")
-    lines = [(row["name"], int(str(row["download_bytes"])) / 1e6, row["path"]) for row in rows]
+    here = installed_models()
+    rows = [_row(one.name, one.source, one.size_bytes, str(one.path)) for one in here]
+    names = {model.name for model in here}
+    absent = [known for known in KNOWN_MODELS.values() if known.name not in names]
+    rows += [_row(known.name, "known", known.wheel_bytes, None) for known in absent]
+    columns = ("name", "source", "MB", "on this machine")
+    lines = [
+        (row["name"], row["source"], int(str(row["size_bytes"])) / 1e6, row["path"] or "-")
+        for row in rows
+    ]
     show(rows, make_table(columns, lines), as_json=as_json)
+
+
+def _row(name: str, source: str, size_bytes: int, path: str | None) -> dict[str, object]:
+    return {"name": name, "source": source, "size_bytes": size_bytes, "path": path}
+
+
+@app.command()
+def rm(
+    name: Annotated[str, typer.Argument(help="Name of the model, as `model list` prints it.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Delete a model from this machine. Servers that run have it in memory."""
+    from triptych.workers.models.store.installed import find_installed
+
+    model = find_installed(name)
+    model.delete()
+    if as_json:
+        freed = {"name": name, "path": str(model.path), "freed_bytes": model.size_bytes}
+        typer.echo(json.dumps(freed, indent=2))
+    else:
+        console.print(f"{name}: {model.size_bytes / 1e6:.0f} MB deleted", soft_wrap=True)
 
 
 def fetch_with_progress(name: str, *, verify: bool = False) -> Path:

@@ -40,7 +40,7 @@ from triptych.workers.factory import actor_config
 from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
 from triptych.workers.models.store.model_store import resolve
-from triptych.workers.models.tokenizer import open_tokenizer
+from triptych.workers.models.tokenizer import open_tokenizer, read_chat_template
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ def make_plan(config: AppConfig) -> AppPlan:
     check_policies(config.router, config.decode.max_num_seqs)
     if config.ingress.api_keys:
         read_keys(Path(config.ingress.api_keys))
+    template = read_chat_template(config.model.chat_template)
     path = resolve(config.model.name)
     facts = describe(path)
     open_tokenizer(path)  # writes the cached tokenizer that the ingress loads
@@ -88,6 +89,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         context_tokens=config.context_tokens(facts.context_tokens),
         revision=facts.revision,
         run_dir=new_run_dir(),
+        chat_template=template,
         token=secrets.token_urlsafe(32),
         shards=config.router.shards,
     )

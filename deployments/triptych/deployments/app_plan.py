@@ -35,6 +35,8 @@ class AppPlan:
     """What calibration measured for these settings, by context length."""
     offers: tuple[OverridablePlugin, ...] = ()
     """What requests may change about the plug-ins of the decode step."""
+    chat_template: str = field(default="", repr=False)
+    """Text of the operator's chat template; empty: that of the model."""
     token: str = field(default="", repr=False)
     """Token between processes of different nodes, unless a file is configured."""
     shards: int = 1

@@ -343,7 +343,7 @@ CONFIGS: dict[str, tuple[object, str]] = {
         {"pool": {"kv_cache_memory_byte": 1}},
         "did you mean 'pool.kv_cache_memory_bytes'",
     ),
-    "a size in words": ({"pool": {"kv_cache_memory_bytes": "4GiB"}}, "expected int"),
+    "a size in words": ({"pool": {"kv_cache_memory_bytes": "four"}}, "a size such as 4GiB"),
     "a format that does not exist": ({"compressor": {"policy": "uniform:k9v9"}}, "have ['fp16'"),
     "a topology that does not exist": (
         {"topology": "disagregated"},

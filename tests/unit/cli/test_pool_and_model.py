@@ -20,6 +20,7 @@ from triptych.kvpool import About, Access, Namespace, PrefixSettings, Publicatio
 from triptych.kvpool.rpc.calls import StatPool
 from triptych.kvpool.rpc.client import PoolClient
 from triptych.kvpool.rpc.server import PoolServer
+from triptych.workers.models.store.safe_files import seal
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -194,4 +195,38 @@ def test_a_model_that_is_nowhere_is_one_line_and_exit_code_1(
     assert call(monkeypatch, "model", "path") == 1
     assert "triptych model fetch" in capsys.readouterr().err
     assert call(monkeypatch, "model", "list", "--json") == 0
-    assert json.loads(capsys.readouterr().out)[0]["path"] is None
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["smollm2-135m-instruct"]["path"] is None
+
+
+def test_models_of_this_machine_are_listed_and_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_CACHE_DIR", str(tmp_path))
+    hub = tmp_path / "hub" / "models--org--Tiny-0.6B"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub.parent))
+    converted = tmp_path / "models" / "mine-0123-1"
+    for directory in (converted, hub / "snapshots" / "c1899de", hub / "refs"):
+        directory.mkdir(parents=True)
+    (converted / "model.safetensors").write_bytes(b"weights")
+    seal(converted)
+    (hub / "refs" / "main").write_text("c1899de")
+    (hub / "blobs").mkdir()
+    (hub / "blobs" / "ab").write_bytes(b"more weights")
+    (hub / "snapshots" / "c1899de" / "model.safetensors").symlink_to(hub / "blobs" / "ab")
+
+    def listed() -> dict[str, str]:
+        assert call(monkeypatch, "model", "list", "--json") == 0
+        rows = json.loads(capsys.readouterr().out)
+        return {row["name"]: row["source"] for row in rows if row["path"]}
+
+    assert listed() == {"mine-0123-1": "gguf", "org/Tiny-0.6B": "hub"}
+    assert call(monkeypatch, "model", "rm", "org/Tiny-0.6B") == 0
+    assert "MB deleted" in capsys.readouterr().out
+    assert not (hub / "blobs" / "ab").exists()
+    assert call(monkeypatch, "model", "rm", "mine-0123-1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(converted)
+    assert listed() == {}
+    assert not converted.exists()
+    assert call(monkeypatch, "model", "rm", "mine-0123-1") == 1
+    assert "not on this machine (models here: none)" in capsys.readouterr().err

@@ -1,8 +1,12 @@
 """Settings are strict, and an error says what to change."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from triptych.core.config import AppConfig
+from triptych.core.config.free_memory import STEP_BYTES
 from triptych.core.errors import ConfigError
 
 
@@ -20,9 +24,11 @@ def test_the_defaults_are_a_whole_configuration() -> None:
             "pool.page_bytes=100: expected 'auto' or a multiple of 256",
         ),
         (
-            {"pool": {"kv_cache_memory_bytes": "1GB"}},
-            "pool.kv_cache_memory_bytes='1GB': expected int",
+            {"pool": {"kv_cache_memory_bytes": "a lot"}},
+            "pool.kv_cache_memory_bytes='a lot': expected bytes, or a size such as 4GiB",
         ),
+        ({"model": {"served_model_name": ["a", "a"]}}, "model.served_model_name=('a', 'a')"),
+        ({"model": {"served_model_name": ["a", ""]}}, "names that differ, none of them empty"),
         ({"pool": {"prefix_bytes": -1}}, "pool.prefix_bytes=-1: expected 'auto' or 0 to"),
         (
             {"pool": {"kv_cache_memory_bytes": 512, "prefix_bytes": 512}},
@@ -74,3 +80,44 @@ def test_a_wrong_value_names_the_field_the_value_and_the_way_out(
 
 def test_whole_numbers_are_taken_where_floats_are_meant() -> None:
     assert AppConfig.from_mapping({"pool": {"lease_ttl_s": 3}}).pool.lease_ttl_s == 3.0
+
+
+def test_sizes_have_units() -> None:
+    pool = AppConfig.from_mapping(
+        {"pool": {"kv_cache_memory_bytes": "4GiB", "prefix_bytes": "1.5Gi", "disk_path": "/x",
+                  "disk_bytes": "10G", "disk_write_bytes_s": "64MiB"}}
+    ).pool  # fmt: skip
+    assert pool.kv_cache_memory_bytes == 4 << 30
+    assert pool.prefix_bytes == 3 << 29
+    assert pool.disk_bytes == 10 * 10**9
+    assert pool.disk_write_bytes_s == 64.0 * 2**20
+
+
+def test_the_old_name_of_the_pool_size_takes_units_too() -> None:
+    config = AppConfig.from_mapping({"pool": {"capacity_bytes": "2GiB"}})
+    assert config.pool.kv_cache_memory_bytes == 2 << 30
+
+
+def test_memory_for_pages_is_part_of_what_is_free(tmp_path: Path) -> None:
+    measured = AppConfig.from_mapping({"pool": {"kv_cache_memory_bytes": "auto"}}).pool
+    assert measured.kv_cache_memory_bytes % STEP_BYTES == 0
+    assert measured.kv_cache_memory_bytes >= STEP_BYTES
+    on_disk = {"kv_cache_memory_bytes": "auto", "arena_path": str(tmp_path / "later")}
+    free = os.statvfs(tmp_path)
+    found = AppConfig.from_mapping({"pool": on_disk}).pool.kv_cache_memory_bytes
+    assert found <= max(free.f_blocks * free.f_frsize, STEP_BYTES)
+
+
+def test_a_model_has_the_name_that_the_user_gave_it() -> None:
+    def names(name: str, served: object = "") -> tuple[str, ...]:
+        model = {"name": name, "served_model_name": served}
+        return AppConfig.from_mapping({"model": model}).model.served_names
+
+    assert names("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
+    assert names("/models/Llama-3.1-8B/") == ("/models/Llama-3.1-8B/", "Llama-3.1-8B")
+    assert names("/models/a.Q4_K_M.gguf") == ("/models/a.Q4_K_M.gguf", "a.Q4_K_M")
+    assert names("smollm2-135m-instruct") == ("smollm2-135m-instruct",)
+    assert names("Qwen/Qwen3-0.6B@c1899de") == ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
+    assert names("./a@b") == ("./a@b", "a@b")
+    assert names("Qwen/Qwen3-0.6B", "mine") == ("mine",)
+    assert names("Qwen/Qwen3-0.6B", ["mine", "gpt-4"]) == ("mine", "gpt-4")

@@ -1,6 +1,5 @@
 """``triptych plan``: compute how many tokens and requests a pool holds."""
 
-import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +8,7 @@ import typer
 
 from triptych.cli.output import JsonFlag, console, make_table, show
 from triptych.cli.serving.serve_file import read_serve_file
-from triptych.core.config import AppConfig, ModelConfig
+from triptych.core.config import AppConfig, ModelConfig, parse_bytes
 from triptych.core.errors import ConfigError
 from triptych.core.pages import NEAR_SHARE
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from triptych.core.profile import Profile
     from triptych.workers.models.traits import ModelShape
 
-UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Model = Annotated[
@@ -121,10 +118,10 @@ def byte_count(text: str) -> int:
     >>> byte_count("4GiB"), byte_count("80G"), byte_count("1024")
     (4294967296, 80000000000, 1024)
     """
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?|[KMGT]i)B?", text.strip())
-    if match is None:
+    nbytes = parse_bytes(text)
+    if nbytes is None:
         raise ConfigError(f"{text!r}: expected a size such as 4GiB")
-    return int(float(match[1]) * {**UNITS, **BINARY_UNITS}[match[2]])
+    return nbytes
 
 
 def _settings(path: Path | None, model: str | None) -> AppConfig:

@@ -294,10 +294,18 @@ def check_network(config: AppConfig) -> str:
     return f"{token}, {'TLS' if access.tls else 'no TLS'}"
 
 
+def check_chat_template(config: AppConfig) -> None:
+    """Raise ConfigError if the operator's chat template cannot be used."""
+    from triptych.workers.models.tokenizer import read_chat_template
+
+    read_chat_template(config.model.chat_template)
+
+
 def _facts(app: ServedApp) -> Facts:
     facts, plan = known_of(app.config)
     pages = plan.pages if plan else None
     check_keys(app.config)
+    check_chat_template(app.config)
     check_policies(app.config.router, app.config.decode.max_num_seqs)
     return Facts(
         name=app.name,

@@ -18,8 +18,10 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
     from triptych.workers.models.compression_profile import find_profile
     from triptych.workers.models.facts import describe
     from triptych.workers.models.store.model_store import resolve
+    from triptych.workers.models.tokenizer import read_chat_template
 
     config = app.config
+    read_chat_template(config.model.chat_template)
     facts = describe(resolve(config.model.name, allow_download=False))
     context = config.context_tokens(facts.context_tokens)
     profile = find_profile(config, facts)

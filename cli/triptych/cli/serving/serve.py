@@ -1,7 +1,8 @@
-"""``triptych serve``: download the model if needed, then run ``serve run``."""
+"""``triptych serve``: serve a model or a config file, downloading the model if needed."""
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -12,7 +13,9 @@ from triptych.cli.output import notes
 from triptych.cli.serving.child import run_interruptible
 from triptych.cli.serving.panel import start_panel
 from triptych.cli.serving.serve_file import default_serve_file, read_http, read_serve_file
+from triptych.cli.serving.serve_model import ModelOptions, is_config_file, write_serve_file
 from triptych.core.config.cache_dirs import set_environment_defaults, set_library_environment
+from triptych.core.errors import ConfigError
 from triptych.deployments.transport import run_dir
 from triptych.kvpool.pool.arena import remove_orphans, shared_memory_dir
 
@@ -28,15 +31,100 @@ are."""
 DRAIN_MARGIN_S = 10.0
 """How much longer than the grace period the routers may take to drain."""
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Argument(help="Ray Serve config file; default: the default settings, at 127.0.0.1:8000."),
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        help="Known model name, directory, .gguf file or Hugging Face name; or a Ray Serve config "
+        "file (.yaml). Default: the default model.",
+    ),
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 if not given.")]
+Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Port; 8000 if not given.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(min=2, help="Maximum tokens of prompt plus answer.")
+]
+MaxNumSeqs = Annotated[
+    int | None, typer.Option(min=1, help="Maximum requests in a batch of a decode worker.")
+]
+ServedName = Annotated[
+    list[str] | None,
+    typer.Option(help="Name of the model in the API; repeat the option for several names."),
+]
+ApiKey = Annotated[
+    list[str] | None, typer.Option(help="Key that clients must send; repeat it for several keys.")
+]
+DType = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+KVCacheMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-memory-bytes",
+        help="Memory for KV pages, such as 4GiB; a part of the free memory if not given.",
+    ),
+]
+PrefixCaching = Annotated[
+    bool | None,
+    typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="The prefix cache."),
+]
+GenerationConfig = Annotated[
+    str | None,
+    typer.Option(help="auto: sampling defaults of the model; none: those of OpenAI."),
+]
+ChatTemplate = Annotated[
+    Path | None, typer.Option(help="File with a Jinja chat template, instead of the model's.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Any setting as KEY=VALUE, such as topology=colocated; may be repeated."
+    ),
 ]
 
 
-def serve(config: ConfigFile = None) -> None:
-    """Check a config file, download its model if needed, and start the server with Ray Serve."""
-    path = config or default_serve_file()
+def serve(
+    model: Model = None,
+    host: Host = None,
+    port: Port = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    served_model_name: ServedName = None,
+    api_key: ApiKey = None,
+    dtype: DType = None,
+    kv_cache_memory_bytes: KVCacheMemory = None,
+    enable_prefix_caching: PrefixCaching = None,
+    generation_config: GenerationConfig = None,
+    chat_template: ChatTemplate = None,
+    settings: Settings = None,
+) -> None:
+    """Serve a model, or the applications of a config file, with Ray Serve."""
+    options = ModelOptions(
+        host=host,
+        port=port,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        served_model_name=tuple(served_model_name or ()),
+        api_key=tuple(api_key or ()),
+        dtype=dtype,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        enable_prefix_caching=enable_prefix_caching,
+        generation_config=generation_config,
+        chat_template=chat_template,
+        settings=tuple(settings or ()),
+    )
+    if model is not None and is_config_file(model):
+        if not options.is_empty:
+            raise ConfigError(
+                f"{model} is a config file, and options go with a model: set them in the file"
+            )
+        serve_file(Path(model))
+    elif model is None and options.is_empty:
+        serve_file(default_serve_file())
+    else:
+        with TemporaryDirectory(prefix="triptych-serve-") as directory:
+            serve_file(write_serve_file(Path(directory), model, options))
+
+
+def serve_file(path: Path) -> None:
+    """Check a config file, download its models if needed, and run it until the server ends."""
     apps, http = read_serve_file(path), read_http(path)
     for app in apps:
         fetch_with_progress(app.config.model.name)

@@ -17,7 +17,7 @@ from triptych.core.config.stages import (
     check_policy,
 )
 from triptych.core.config.steps import SelectionConfig, StepPluginConfig
-from triptych.core.config.values import GIB, HOST, MIB, Auto, is_host, require
+from triptych.core.config.values import GIB, HOST, MIB, Auto, is_host, parse_bytes, require
 
 __all__ = [
     "GIB",
@@ -43,5 +43,6 @@ __all__ = [
     "WorkerGroup",
     "check_policy",
     "is_host",
+    "parse_bytes",
     "require",
 ]

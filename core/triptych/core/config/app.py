@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, cast
 
 from triptych.core.config.experimental import ExperimentalConfig
+from triptych.core.config.free_memory import pool_bytes
 from triptych.core.config.ingress import IngressConfig
 from triptych.core.config.model import ModelConfig
 from triptych.core.config.network import NetworkConfig
@@ -18,7 +19,7 @@ from triptych.core.config.stages import (
     DecodeConfig,
     PrefillConfig,
 )
-from triptych.core.config.values import require
+from triptych.core.config.values import require, with_sizes
 from triptych.core.errors import ConfigError
 from triptych.core.schema import SchemaError, build
 
@@ -146,7 +147,20 @@ class AppConfig:
         """
         settings, notes = with_new_names(data)
         warn_of_old_names(notes)
+        settings = _measured(with_sizes(settings))
         try:
             return build(cls, settings)
         except SchemaError as error:
             raise ConfigError(str(error)) from error
+
+
+def _measured(data: dict[str, object]) -> dict[str, object]:
+    """The same settings with ``pool.kv_cache_memory_bytes: auto`` as a number."""
+    pool = data.get("pool")
+    if not isinstance(pool, dict):
+        return data
+    given = cast("dict[str, Any]", pool)
+    if given.get("kv_cache_memory_bytes") != "auto":
+        return data
+    measured = pool_bytes(str(given.get("arena_path") or ""))
+    return data | {"pool": given | {"kv_cache_memory_bytes": measured}}

@@ -13,7 +13,9 @@ class PoolConfig:
     """Shape and budget of the pages of one device."""
 
     kv_cache_memory_bytes: int = GIB
-    """Memory for KV pages, allocated in full at start-up."""
+    """Memory for KV pages, allocated in full at start-up; also a size such as ``4GiB``. ``auto``: a
+    quarter of the memory that is free, at most what fits into ``/dev/shm``; with ``arena_path``,
+    half of the free disk."""
 
     arena_path: str = ""
     """Directory on a disk for the pages, so that they may exceed memory: recently read pages stay

@@ -91,8 +91,8 @@ class Service:
             self._client(context)
             parse(pb.ListModelsRequest, body)
             await self._serving.check_ready()
-            model = fill_message(pb.Model(), self._serving.card())
-            return pb.ListModelsResponse(data=[model]).SerializeToString()
+            models = [fill_message(pb.Model(), card) for card in self._serving.cards()]
+            return pb.ListModelsResponse(data=models).SerializeToString()
 
     async def _whole(self, method: Method, body: bytes, context: "Context") -> bytes:
         async with _answering(context):

@@ -204,13 +204,13 @@ class RouteHandlers:
         """The model, once it is served: clients take this route for a readiness probe."""
         self._client(request)
         await self._serving.check_ready()
-        return JsonResponse({"object": "list", "data": [self._serving.card()]})
+        return JsonResponse({"object": "list", "data": self._serving.cards()})
 
     async def one_model(self, request: Request, name: str) -> Response:
         self._client(request)
         self._request_builder.check_model(name)
         await self._serving.check_ready()
-        return JsonResponse(self._serving.card())
+        return JsonResponse(self._serving.card(name))
 
     async def model_ready(self, request: Request, name: str) -> Response:
         """Whether a model has a worker for each stage, on the route that Dynamo has for it."""
@@ -241,7 +241,9 @@ class RouteHandlers:
                     prompt, add_special_tokens=body.add_special_tokens, max_tokens=most
                 )
             case TokenizeBody(prompt=None, messages=list(messages)):
-                return await self._request_builder.encode_messages(messages, body, max_tokens=most)
+                return await self._request_builder.encode_messages(
+                    messages, body, body.tools, max_tokens=most
+                )
             case _:
                 raise RequestError("give either prompt or messages", "prompt")
 

@@ -1,7 +1,7 @@
 """Interfaces of the HTTP server: an engine, its model card, and sources of diagnostics."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from triptych.core.messages import Failed, Request, Tokens
@@ -22,7 +22,11 @@ class ModelCard:
     """The served model as clients see it."""
 
     name: str
-    """The name that clients send as ``model``."""
+    """The name that clients send as ``model``, and that is in answers."""
+    aliases: tuple[str, ...] = ()
+    """Other names that clients may send."""
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Values of fields that a request leaves out, where they are not OpenAI's."""
     context_tokens: int
     """Most tokens of prompt plus output."""
     served_tokens: int = 0
@@ -36,8 +40,17 @@ class ModelCard:
     """The error of compression that calibration measured, by context length."""
     plugins: tuple[OverridablePlugin, ...] = ()
     """What requests may change about the plug-ins of the decode step."""
+    reasoning: str = "auto"
+    """Whether answers begin with reasoning: ``think``, ``none``, or ``auto``, by the template."""
+    fingerprint: str = ""
+    """OpenAI's ``system_fingerprint``: changes with weights, config and tokenizer; empty: none."""
     root: str = ""
     """Where the weights come from; empty: ``name``."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that clients may send."""
+        return (self.name, *self.aliases)
 
     @property
     def max_model_len(self) -> int:

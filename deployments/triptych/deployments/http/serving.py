@@ -24,6 +24,7 @@ from triptych.deployments.http.openai.protocol import (
     CompletionBody,
     GenerationBody,
     check_known,
+    check_supported,
     validate,
     warnings_of,
 )
@@ -102,6 +103,7 @@ class OpenAIServing:
         """A valid body, and a warning about its unknown fields, which may be errors."""
         if self.config.strict_params:
             check_known(kind, given)
+        check_supported(kind, given)
         return await self.checked(kind, given), warnings_of(kind, given)
 
     async def checked(self, kind: type[B], given: Mapping[str, object]) -> B:
@@ -142,11 +144,15 @@ class OpenAIServing:
         if not state.ok:
             raise Overloaded(state.reason)
 
-    def card(self) -> dict[str, object]:
-        """The model in the form of OpenAI's model list."""
+    def cards(self) -> list[dict[str, object]]:
+        """OpenAI's model list: an entry for each name of the model."""
+        return [self.card(name) for name in self.model.names]
+
+    def card(self, name: str) -> dict[str, object]:
+        """The model under one of its names, in the form of OpenAI's model list."""
         model = self.model
         card: dict[str, object] = {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": model.created,
             "owned_by": "triptych",

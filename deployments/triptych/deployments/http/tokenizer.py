@@ -51,11 +51,12 @@ class Tokenizer(Protocol):
     def convert_ids_to_tokens(self, ids: list[int]) -> object: ...
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, object]],
         *,
+        tools: list[object] | None,
         tokenize: bool,
         add_generation_prompt: bool,
-        **options: bool,
+        **options: object,
     ) -> object: ...
 
 
@@ -70,7 +71,7 @@ class TextCodec:
     """
 
     def __init__(self, tokenizer: Tokenizer, context_tokens: int) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = self.tokenizer = tokenizer
         self._context_tokens = context_tokens
         special = {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self._special_ids, names = frozenset(special), set(special.values())
@@ -81,6 +82,11 @@ class TextCodec:
         self._widest_chars = max(map(len, vocab), default=1)
         self._byte_level = "Ġ" in vocab
         self._threads = LongTexts()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._tokenizer.chat_template is not None
 
     @property
     def vocab_tokens(self) -> int:
@@ -134,47 +140,56 @@ class TextCodec:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
-        options: Mapping[str, bool] = MappingProxyType({}),
+        options: Mapping[str, object] = MappingProxyType({}),
+        tools: Sequence[object] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Render messages with the model's chat template and encode the result.
 
         ``continue_final`` leaves out what the template has after the text of the last message;
-        ``options`` are variables of the template; ``max_tokens``: refuse messages that have more.
+        ``options`` are variables of the template, ``tools`` are for templates that list them;
+        ``max_tokens``: refuse messages that have more.
 
         Raises: RequestError if the template refuses the messages; PromptTooLong; Overloaded;
             Unsupported if the model has no template
         """
-        if self._tokenizer.chat_template is None:
+        if not self.has_template:
             raise Unsupported("this model has no chat template: use /v1/completions", "messages")
 
         def encode() -> list[int]:
             return self._encode_chat(
-                messages, add_generation_prompt, continue_final, options, max_tokens
+                (messages, tools, options), add_generation_prompt, continue_final, max_tokens
             )
 
-        return await self._threads.run(sum(len(m["content"]) for m in messages), encode)
+        return await self._threads.run(_chars([*messages, *(tools or ())]), encode)
 
     def _encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        given: object,
         add_generation_prompt: bool,
         continue_final: bool,
-        options: Mapping[str, bool],
         max_tokens: int | None,
     ) -> list[int]:
+        """``given``: messages, tools and options, in which special tokens are text."""
         mark = f"\ue000{secrets.token_hex(8)}\ue000"
-        marked = [{**m, "content": self._cut_special(m["content"], mark)} for m in messages]
+        marked, tools, options = cast(
+            "tuple[list[dict[str, object]], list[object] | None, dict[str, object]]",
+            self._marked(given, mark),
+        )
         end = f"\ue000{secrets.token_hex(8)}\ue000"
         if continue_final:
-            marked[-1]["content"] += end
+            marked[-1]["content"] = _with_end(marked[-1]["content"], end)
         try:
             text = self._tokenizer.apply_chat_template(
-                marked, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+                marked,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **options,
             )
         except TemplateError as error:
             reason = f"the model's chat template refuses these messages: {error}"
@@ -192,6 +207,21 @@ class TextCodec:
             if is_long and max_tokens is not None:
                 self._check_tokens(len(ids), max_tokens, "messages")
         return ids
+
+    def _marked(self, value: object, mark: str) -> object:
+        """The same JSON value, with the marks of ``_cut_special`` in each text and key."""
+        match value:
+            case str():
+                return self._cut_special(value, mark)
+            case Mapping():
+                items = cast("Mapping[str, object]", value).items()
+                return {
+                    self._cut_special(key, mark): self._marked(item, mark) for key, item in items
+                }
+            case list() | tuple():
+                return [self._marked(item, mark) for item in cast("Sequence[object]", value)]
+            case _:
+                return value
 
     def _cut_special(self, text: str, mark: str) -> str:
         pieces: list[str] = []
@@ -240,6 +270,27 @@ class TextCodec:
     def is_special(self, token: int) -> bool:
         """Whether ``skip_special_tokens`` leaves the token out of the text."""
         return token in self._special_ids
+
+
+def _chars(value: object) -> int:
+    """Characters of the texts in a JSON value."""
+    match value:
+        case str():
+            return len(value)
+        case Mapping():
+            return sum(map(_chars, cast("Mapping[str, object]", value).values()))
+        case list() | tuple():
+            return sum(map(_chars, cast("Sequence[object]", value)))
+        case _:
+            return 0
+
+
+def _with_end(content: object, end: str) -> object:
+    """A message's content with a mark at its end; it is a text, or a list of parts."""
+    if not isinstance(content, list):
+        return f"{content}{end}"
+    *parts, last = cast("list[dict[str, object]]", content)
+    return [*parts, {**last, "text": f"{last['text']}{end}"}]
 
 
 def _head_of(chars: int, max_tokens: int | None) -> int:

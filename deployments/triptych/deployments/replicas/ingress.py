@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI
 from ray import serve
@@ -18,7 +18,8 @@ from triptych.deployments.replicas.gc_tuning import freeze_heap
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
 from triptych.deployments.transport.node_context import NodeContext
-from triptych.workers.models.tokenizer import open_tokenizer
+from triptych.workers.models.store.generation_config import read_sampling_defaults
+from triptych.workers.models.tokenizer import open_tokenizer, with_chat_template
 
 DRAIN_POLL_S = 0.1
 
@@ -37,13 +38,20 @@ class IngressReplica:
         """``plan``: that of the first shard; the ingress uses only what all shards share."""
         self._node = await asyncio.to_thread(NodeContext.enter, plan)
         self._plan = self._node.plan
-        tokenizer = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
+        read = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
+        tokenizer = with_chat_template(read, self._plan.chat_template)
+        model = self._plan.config.model
         self._engine = RouterClient(self._plan, routers, workers, self._node.routes)
         self._serving = OpenAIServing(
             engine=self._engine,
             tokenizer=tokenizer,
             model=ModelCard(
-                name=self._plan.config.model.public_name,
+                name=model.public_name,
+                aliases=model.served_names[1:],
+                root=model.name,
+                reasoning=model.reasoning_parser,
+                fingerprint=f"fp_{self._plan.revision[:12]}",
+                sampling_defaults=_sampling_defaults(self._plan),
                 context_tokens=self._plan.longest_request_tokens,
                 served_tokens=self._plan.max_model_len,
                 window_tokens=self._plan.context_tokens,
@@ -57,7 +65,8 @@ class IngressReplica:
         await self._engine.start()
         await self._rpc.start()
         freeze_heap()
-        self._warming = asyncio.create_task(asyncio.to_thread(tokenizer.warm_up))
+        warm_up = self._serving.request_builder.warm_up
+        self._warming = asyncio.create_task(asyncio.to_thread(warm_up))
 
     async def __del__(self) -> None:
         """Serve has waited for HTTP requests; gRPC requests do not pass through it."""
@@ -82,3 +91,10 @@ class IngressReplica:
             profile=self._engine.stats.profile,
             send_request_id=False,
         )
+
+
+def _sampling_defaults(plan: AppPlan) -> Mapping[str, float]:
+    """Defaults of the model, unless the settings turn them off."""
+    if plan.config.model.generation_config == "none":
+        return {}
+    return read_sampling_defaults(plan.model_path)

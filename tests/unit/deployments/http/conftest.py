@@ -218,10 +218,15 @@ def server(tokenizer: PreTrainedTokenizerFast, late_engine: LateEngine) -> Itera
         yield server
 
 
+CARD = ModelCard(name=MODEL, context_tokens=CONTEXT_TOKENS, created=1_700_000_000)
+
+
 def make_serving(
-    engine: Engine, tokenizer: PreTrainedTokenizerFast, config: IngressConfig
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerFast,
+    config: IngressConfig,
+    card: ModelCard = CARD,
 ) -> OpenAIServing:
-    card = ModelCard(name=MODEL, context_tokens=CONTEXT_TOKENS, created=1_700_000_000)
     return OpenAIServing(
         engine=engine, tokenizer=tokenizer, model=card, config=config, probe_age_s=0.0
     )
@@ -233,12 +238,13 @@ def serve_app(
     engine: Engine,
     *,
     request_timeout_s: float = 60.0,
+    card: ModelCard = CARD,
     **settings: bool,
 ) -> Iterator[Server]:
     """The app on a free port of loopback, on a thread of its own."""
     limits = {"max_body_bytes": MAX_BODY_BYTES, "max_choices": 4}
     config = IngressConfig(**limits, request_timeout_s=request_timeout_s, **settings)
-    serving = make_serving(engine, tokenizer, config)
+    serving = make_serving(engine, tokenizer, config, card)
     app = create_app(serving, gauges=fake_gauges, keep_alive_s=KEEP_ALIVE_S)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     uvicorn_server = uvicorn.Server(config)

@@ -350,7 +350,7 @@ def test_a_lone_surrogate_is_refused_by_name(http, engine):
         ({"messages": HELLO, "stop": ""}, "stop: expected at least 1 character"),
         (
             {"messages": HELLO, "chat_template_kwargs": {"x": 1}},
-            "chat_template_kwargs.x: there is no such field (got 1)",
+            "chat_template_kwargs.x: the model's chat template has no such variable",
         ),
     ],
     ids=label,

@@ -26,7 +26,7 @@ from transformers import (
 
 TINY = {
     "vocab_size": 320,
-    "hidden_size": 48,
+    "hidden_size": 96,
     "intermediate_size": 80,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,

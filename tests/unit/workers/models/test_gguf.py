@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import gguf
@@ -17,8 +18,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from tests.unit.workers.models.conftest import FAMILIES
 from triptych.core.errors import ModelError
+from triptych.workers.models.facts import describe
 from triptych.workers.models.store.convert import ARCHITECTURES, convert
 from triptych.workers.models.store.gguf import read_header
 from triptych.workers.models.store.safe_files import ignore_progress
@@ -152,11 +156,13 @@ def test_every_architecture_is_one_that_gguf_names() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda out: out.add_tensor("rope_freqs.weight", np.ones(4, np.float32)), "scaled rotary"),
+        (lambda out: out.add_tensor("rope_freqs.weight", np.ones(4, np.float32)), "8 positive"),
+        (lambda out: out.add_tensor("rope_freqs.weight", -np.ones(8, np.float32)), "8 positive"),
+        (lambda out: out.add_uint16("split.count", 3), "one of 3 files of a split model"),
         (lambda out: out.add_tensor("blk.0.odd.weight", np.ones(4, np.float32)), "without a place"),
-        (lambda out: out.add_string("llama.rope.scaling.type", "yarn"), "scaled rotary"),
+        (lambda out: out.add_string("llama.rope.scaling.type", "yarn"), "with yarn scaling"),
     ],
-    ids=["llama3 factors", "unknown tensor", "yarn"],
+    ids=["few factors", "negative factors", "split", "unknown tensor", "yarn"],
 )
 def test_nothing_in_the_file_is_silently_left_out(
     change: Callable[[gguf.GGUFWriter], None],
@@ -177,6 +183,33 @@ def test_nothing_in_the_file_is_silently_left_out(
     target.mkdir()
     with pytest.raises(ModelError, match=reason):
         convert(write_gguf(llama, "llama"), target, ignore_progress)
+
+
+def test_rope_factors_of_the_file_are_in_the_config(
+    llama: PreTrainedConfig,
+    write_gguf: WriteGguf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llama.rope_parameters = deepcopy(FAMILIES["llama, tied, llama3 rope"].rope_parameters)
+    scaled = LlamaRotaryEmbedding(llama).inv_freq
+    plain = 1e4 ** -(torch.arange(0, 16, 2) / 16)
+    original = gguf.GGUFWriter.add_name
+
+    def add_name(out: gguf.GGUFWriter, name: str) -> None:
+        original(out, name)
+        out.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_name", add_name)
+    target = tmp_path / "converted"
+    target.mkdir()
+    convert(write_gguf(llama, "llama"), target, ignore_progress)
+    read = describe(target)
+    assert read.plain is not None
+    assert read.plain.frequencies == pytest.approx(scaled.tolist(), rel=1e-5)
+    assert read.plain.rotary_scale == 1.0
+    assert read.context_tokens == 256
+    assert min(scaled / plain) < 0.2
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
-    Gemma3Config,
     JambaConfig,
     PreTrainedConfig,
     T5Config,
 )
 
+from tests.families import FAMILIES
+from tests.unit.workers.models.test_families import save
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
 from triptych.workers.models.facts import describe
@@ -41,7 +42,7 @@ def test_a_description_reads_no_values_of_weights(
     os.truncate(file, header)
     os.truncate(file, size)
     facts = describe(path)
-    assert facts.geometry == Geometry(layers=3, kv_heads=2, head_dim=8)
+    assert facts.geometry == Geometry(layers=3, kv_heads=2, head_dim=16)
     assert (facts.num_heads, facts.context_tokens, facts.vocab_size) == (6, 256, 320)
     assert facts.eos_token_ids == (2,)
 
@@ -149,14 +150,13 @@ def test_the_revision_changes_with_one_weight(
     ("config", "reason"),
     [
         (T5Config(d_model=16, num_layers=1, num_heads=2), "encoder-decoder"),
-        (Gemma3Config(), "more than text"),
         (BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1), "looks ahead"),
         (
             JambaConfig(hidden_size=32, num_hidden_layers=8, use_mamba_kernels=False),
-            "state-space|usual kind|ragged",
+            "layers of kind linear_attention",
         ),
     ],
-    ids=["encoder-decoder", "images", "encoder", "state-space"],
+    ids=["encoder-decoder", "encoder", "state-space"],
 )
 def test_what_cannot_be_served_is_refused_with_a_reason(
     config: PreTrainedConfig, reason: str, tmp_path: Path
@@ -166,12 +166,30 @@ def test_what_cannot_be_served_is_refused_with_a_reason(
         describe(tmp_path)
 
 
-def test_rope_that_depends_on_the_longest_sequence_is_refused(
+def test_the_context_ends_where_rope_would_change_with_the_longest_sequence(
     llama: PreTrainedConfig, save_model: SaveModel
 ) -> None:
-    llama.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(ModelError, match="shares the batch"):
-        describe(save_model(llama))
+    llama.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.5] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    facts = describe(save_model(llama))
+    assert facts.context_tokens == 64
+    assert facts.plain is not None
+    assert facts.plain.frequencies[0] == pytest.approx(1 / 1.5)
+
+
+def test_a_config_with_settings_of_wrong_types_is_an_error_of_ours(
+    llama: PreTrainedConfig, save_model: SaveModel
+) -> None:
+    path = save_model(llama)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"num_attention_heads": "six"}))
+    with pytest.raises(ModelError, match="no usable config"):
+        describe(path)
 
 
 def test_pickled_weights_are_never_loaded(llama: PreTrainedConfig, save_model: SaveModel) -> None:
@@ -194,6 +212,26 @@ def test_code_in_the_directory_is_never_run(
     with pytest.raises(ModelError, match="no usable config"):
         load(path, "float32")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["Gemma 2", "Mixtral", "Gemma 3", "GPT-2"])
+def test_weights_of_any_family_are_checked_before_anything_starts(
+    name: str, tmp_path: Path
+) -> None:
+    save(FAMILIES[name](), tmp_path)
+    describe(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    last = max(one for one in weights if ".1." in one and "vision" not in one)
+    save_file(
+        {**weights, last: torch.zeros(3, *weights[last].shape)}, file, metadata={"format": "pt"}
+    )
+    with pytest.raises(ModelError, match=r"has shape \[3|weights are missing"):
+        describe(tmp_path)
+    del weights[last]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="weights are missing"):
+        describe(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])

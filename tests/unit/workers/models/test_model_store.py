@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedConfig
 
 from triptych.core.errors import ModelError
-from triptych.workers.models.store import catalogue, convert, model_store, pypi_wheel
+from triptych.workers.models.store import catalogue, convert, hub, model_store, pypi_wheel
 from triptych.workers.models.store.catalogue import KnownModel
 from triptych.workers.models.store.model_store import fetch, resolve
 from triptych.workers.models.store.safe_files import is_sealed, locked
@@ -211,6 +211,21 @@ def test_a_hub_name_without_a_connection_says_what_to_do() -> None:
         resolve("nobody/no-such-model", allow_download=False)
     with pytest.raises(ModelError, match="neither a known model"):
         resolve("no such / model /", allow_download=False)
+
+
+def test_a_hub_name_may_pin_a_commit(
+    llama: PreTrainedConfig, save_model: SaveModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = save_model(llama), list[tuple[str, object]]()
+
+    def download(name: str, *, revision: str | None, **_: object) -> str:
+        asked.append((name, revision))
+        return str(path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert resolve("org/Tiny-0.6B@c1899de") == path
+    assert resolve("org/Tiny-0.6B") == path
+    assert asked == [("org/Tiny-0.6B", "c1899de"), ("org/Tiny-0.6B", None)]
 
 
 def test_a_manifest_that_is_none_is_an_error(known: KnownModel) -> None:

@@ -6,10 +6,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
+from tokenizers import AddedToken
 
 from tests.tiny import byte_tokenizer
 from triptych.core import grammar
@@ -17,7 +19,7 @@ from triptych.core.config import AppConfig
 from triptych.core.errors import GrammarError
 from triptych.core.messages import Sampling, failed
 from triptych.workers.local import LocalServer
-from triptych.workers.sampling.grammar import GrammarMatcher, Vocabulary
+from triptych.workers.sampling.grammar import GrammarMatcher, Vocabulary, with_text_tokens
 from triptych.workers.sampling.sampler import SamplerRow, sample
 
 PERSON = {
@@ -152,3 +154,24 @@ def test_a_grammar_that_costs_too_much_is_the_clients_error(server: LocalServer)
         assert "cannot go on in its grammar" in answer.error.message
         assert answer.text == "a" * len(answer.tokens) != ""
     assert server.pool.stat().request_pages == server.pool.stat().prefix_pages
+
+
+def test_a_tag_that_is_one_token_is_text_of_the_grammar() -> None:
+    """llguidance takes added tokens in angle brackets for special, which no text matches."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True)], special_tokens=True)
+    tag, special, end = len(tokenizer) - 2, len(tokenizer) - 1, 1
+    made = LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer) + 3)
+    assert made.is_special_token(tag)
+    changed = with_text_tokens(made, [tag], [end])
+    assert not changed.is_special_token(tag)
+    assert changed.is_special_token(special)
+    assert changed.vocab_size == made.vocab_size
+    rules = grammar.from_lark('start: TEXT "<tool_call>" "x"\nTEXT: "a"')
+    matcher = LLMatcher(changed, rules, log_level=0, limits=grammar.LIMITS)
+    text = [tokenizer.convert_tokens_to_ids("a"), tag, tokenizer.convert_tokens_to_ids("x")]
+    assert matcher.try_consume_tokens(text) == len(text)
+    allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    assert list(allowed.nonzero()[0]) == [end]
+    assert with_text_tokens(made, [], [end]) is made

@@ -48,6 +48,8 @@ def describe(path: Path) -> ModelFacts:
     known = {field.name: getattr(traits, field.name) for field in fields(ModelTraits)}
     check_checkpoint(path, _stored_shapes(traits))
     weights = weights_of(path)
+    if traits.plain is None:
+        cached(f"weights/{weights}", path, _SETTINGS, lambda: _checked_weights(path), str)
     return ModelFacts(
         **known, revision=revision_of(path, weights), weights=weights, config=config_of(path)
     )
@@ -77,6 +79,15 @@ def _as_text(path: Path) -> str:
     )
 
     return json.dumps(asdict(observe(path)))
+
+
+def _checked_weights(path: Path) -> str:
+    from triptych.workers.models.architecture.weight_files import (  # noqa: PLC0415
+        check_weights,
+    )
+
+    check_weights(path)
+    return "complete"
 
 
 def _parse(text: str) -> ModelTraits:

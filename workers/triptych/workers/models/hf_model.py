@@ -3,20 +3,29 @@
 transformers calls the function registered under ``ATTENTION``.
 """
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from triptych.core.config import DType
-from triptych.core.errors import ModelError
-from triptych.workers.models.attention_interface import Attend
+from triptych.workers.models.architecture.numeric_check import check_network
+from triptych.workers.models.architecture.rope_limits import fix_rope
+from triptych.workers.models.architecture.text_part import renamings, text_part
+from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits
-from triptych.workers.models.pretrained import read_config, read_weights
+from triptych.workers.models.pretrained import read_config, read_weights, readable
+from triptych.workers.models.store.checkpoint_files import stored_names
+from triptych.workers.models.traits import ModelTraits
 
 ATTENTION = "triptych"
+
+_attend: ContextVar[Attend] = ContextVar("attend")
+"""Attention of the pass that runs. Not every model passes arguments on to its attention."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +33,20 @@ class HFModel:
     """A model that runs through transformers' layers."""
 
     model: PreTrainedModel
+    layers: tuple[LayerTraits, ...]
+    """As observed: some models have their window only in a mask."""
+    head_dim: int
+    """Size of keys and values in pages; zeros after smaller ones change no score."""
     can_exit = False
 
     @classmethod
-    def read(cls, path: Path, dtype: DType, device: str) -> "HFModel":
-        """Raises: ModelError for what cannot be loaded, saying why"""
-        return cls(read_weights(path, read_config(path), dtype, device, ATTENTION))
+    def read(cls, path: Path, traits: ModelTraits, dtype: DType, device: str) -> "HFModel":
+        """Raises: ModelError for what cannot be loaded, or mixes tokens outside of attention"""
+        model = read_model(path, dtype, device)
+        loaded = cls(model, traits.layers, traits.geometry.head_dim)
+        with readable(path, "cannot run on a ragged batch"):
+            check_network(path, loaded.model, loaded)
+        return loaded
 
     @property
     def step_bytes(self) -> int:
@@ -48,7 +65,47 @@ class HFModel:
         exits: Exits | None = None,
     ) -> Tensor:
         """Logits, as ``run_hf_model``; ``exits`` is ignored."""
-        return run_hf_model(self.model, tokens, positions, attend, logits_at)
+
+        def with_traits(
+            layer: int,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *,
+            scale: float,
+            window: int,
+            softcap: float,
+        ) -> Tensor:
+            traits = self.layers[layer]
+            mixed = attend(
+                layer,
+                self._padded(query),
+                self._padded(key),
+                self._padded(value),
+                scale=traits.scale,
+                window=traits.window,
+                softcap=traits.softcap,
+            )
+            return mixed[:, :, : value.shape[2]]
+
+        return run_hf_model(self.model, tokens, positions, with_traits, logits_at)
+
+    def _padded(self, heads: Tensor) -> Tensor:
+        missing = self.head_dim - heads.shape[2]
+        return F.pad(heads, (0, missing)) if missing else heads
+
+
+def read_model(path: Path, dtype: DType, device: str) -> PreTrainedModel:
+    """Load the layers that read text.
+
+    Raises: ModelError for what cannot be loaded, saying why
+    """
+    config = read_config(path)
+    text = text_part(config)
+    names = None if text is config else renamings(stored_names(path))
+    model = read_weights(path, text, dtype, device, ATTENTION, names)
+    fix_rope(model, text)
+    return model
 
 
 def run_hf_model(
@@ -59,13 +116,16 @@ def run_hf_model(
     Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab)
     Dtypes:  int64; float32 out
     """
-    out = model(
-        input_ids=tokens.unsqueeze(0),
-        position_ids=positions.unsqueeze(0),
-        use_cache=False,
-        logits_to_keep=logits_at,
-        triptych_attend=attend,
-    )
+    token = _attend.set(attend)
+    try:
+        out = model(
+            input_ids=tokens.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logits_at,
+        )
+    finally:
+        _attend.reset(token)
     return out.logits[0].float()
 
 
@@ -74,27 +134,20 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    triptych_attend: Attend,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """The attention function for transformers: (1, H, T, D) in, (1, T, H, D) out."""
-    if s_aux is not None:
-        raise ModelError("attention sinks are not supported")
-    if not getattr(module, "is_causal", True):
-        raise ModelError("attention looks ahead: this is not a causal language model")
     layer = module.layer_idx
-    out = triptych_attend(
-        int(layer),  # pyright: ignore[reportArgumentType]  # every attention module has one
+    out = _attend.get()(
+        int(layer),  # pyright: ignore[reportArgumentType]  # observation has checked it
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=scaling,
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
     )

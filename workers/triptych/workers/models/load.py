@@ -79,4 +79,4 @@ def _network(
         HFModel,
     )
 
-    return HFModel.read(path, dtype, device)
+    return HFModel.read(path, facts, dtype, device)

@@ -3,11 +3,13 @@
 Imports transformers; ``facts`` imports this module only if the model's traits are not cached.
 """
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     MistralConfig,
@@ -19,8 +21,11 @@ from transformers import (
 
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
+from triptych.workers.models.architecture.attention_calls import observed_by
+from triptych.workers.models.architecture.attention_masks import OBSERVED_ATTENTION
+from triptych.workers.models.architecture.rope_limits import fix_rope
+from triptych.workers.models.architecture.text_part import text_part
 from triptych.workers.models.attention_interface import LayerTraits
-from triptych.workers.models.hf_model import ATTENTION, run_hf_model
 from triptych.workers.models.pretrained import (
     read_config,
     read_end_tokens,
@@ -32,26 +37,42 @@ from triptych.workers.models.traits import ModelShape, ModelTraits, PlainTraits
 
 PLAIN = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
 """Configs of models whose layers are plain pre-norm blocks."""
-_BATCH_ROPE = ("dynamic", "longrope")
+OBSERVED_TOKENS = 4
+HEAD_DIM_STEP = 16
+"""Sizes of heads that kernels take are multiples of it; others are padded with zeros."""
+ATTENDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers, in a config, that attend to keys and values of all or of the latest tokens."""
+_MIXING = re.compile("conv|linear|mamba|recurrent|lightning|delta|ssm")
+"""Kinds of layers, in a config, that are no attention."""
+_UNKNOWN_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """A model without weights, and what its layers pass to attention."""
+
+    config: PreTrainedConfig
+    model: PreTrainedModel
+    layers: tuple[LayerTraits, ...]
+    geometry: Geometry
+    num_heads: int
+    context_tokens: int
 
 
 def observe(path: Path) -> ModelTraits:
-    """Run one token through a model on the ``meta`` device, and record the inputs of attention.
+    """Run some tokens through a model on the ``meta`` device, and record the inputs of attention.
 
     Raises: ModelError for what cannot be served, saying why
     """
-    config = _servable_config(path)
-    model = without_weights(config, ATTENTION).eval()
-    layers, geometry, num_heads = _observe(path, config, model)
-    is_plain = type(config) in PLAIN and config.hidden_act == "silu"
+    seen = _observe(path)
     return ModelTraits(
-        geometry=geometry,
-        num_heads=num_heads,
-        layers=layers,
-        context_tokens=int(config.max_position_embeddings),
-        eos_token_ids=read_end_tokens(path, config),
-        vocab_size=int(config.vocab_size),
-        plain=_plain(config, model) if is_plain else None,
+        geometry=seen.geometry,
+        num_heads=seen.num_heads,
+        layers=seen.layers,
+        context_tokens=seen.context_tokens,
+        eos_token_ids=read_end_tokens(path, seen.config),
+        vocab_size=int(seen.config.vocab_size),
+        plain=_plain(seen),
     )
 
 
@@ -60,46 +81,68 @@ def observe_shape(path: Path) -> ModelShape:
 
     Raises: ModelError for what cannot be served, saying why
     """
-    config = _servable_config(path)
-    model = without_weights(config, ATTENTION).eval()
-    _, geometry, _ = _observe(path, config, model)
+    seen = _observe(path)
     return ModelShape(
-        geometry=geometry,
-        context_tokens=int(config.max_position_embeddings),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        geometry=seen.geometry,
+        context_tokens=seen.context_tokens,
+        parameters=sum(parameter.numel() for parameter in seen.model.parameters()),
     )
 
 
-def _plain(config: PreTrainedConfig, model: PreTrainedModel) -> PlainTraits:
+def _plain(seen: _Observed) -> PlainTraits | None:
     """RoPE frequencies are computed on the CPU: a model on ``meta`` has no values."""
-    made = type(cast("Any", model).model.rotary_emb)(config=config)
+    config = seen.config
+    if type(config) not in PLAIN or config.hidden_act != "silu":
+        return None
+    made = type(cast("Any", seen.model).model.rotary_emb)(config=config)
+    frequencies = tuple(made.inv_freq.tolist())
+    if 2 * len(frequencies) != seen.geometry.head_dim:  # partly rotated, or padded
+        return None
     return PlainTraits(
         norm_epsilon=float(config.rms_norm_eps),
-        frequencies=tuple(made.inv_freq.tolist()),
+        frequencies=frequencies,
         rotary_scale=float(made.attention_scaling),
         is_tied=bool(config.tie_word_embeddings),
-        tensors=shapes_of(model),
+        tensors=shapes_of(seen.model),
     )
+
+
+def _observe(path: Path) -> _Observed:
+    try:
+        config = _servable_config(path)
+        model = without_weights(config, OBSERVED_ATTENTION).eval()
+        _refuse_mixing(config, model)
+        context = _context(config, fix_rope(model, config))
+        layers, geometry, num_heads = _run(path, config, model, context or _UNKNOWN_CONTEXT)
+        if not context:
+            raise ModelError("it states no max_position_embeddings")
+    except ModelError as error:
+        text = str(error)
+        if "meta tensor" in text:  # without values; torch's words help nobody
+            text = "its layers decide by values of their input what they compute"
+        known = text if text.startswith(str(path)) else f"{path}: cannot be served: {text}"
+        raise ModelError(known) from error
+    return _Observed(config, model, layers, geometry, num_heads, context)
 
 
 def _servable_config(path: Path) -> PreTrainedConfig:
+    """The config of the layers that read text."""
     config = read_config(path)
-    rope: dict[str, object] = getattr(config, "rope_parameters", None) or {}
-    kind = str(rope.get("rope_type", "default"))
     quantization = _quantization(config)
     reasons = {
         "it is an encoder-decoder model": bool(config.is_encoder_decoder),
-        "it reads more than text": "vision_config" in config or "audio_config" in config,
-        "it states no max_position_embeddings": "max_position_embeddings" not in config,
-        "layers share their keys and values": bool(getattr(config, "num_kv_shared_layers", 0)),
         f"its weights are quantized by {quantization}, which is not read: take the unquantized "
         "checkpoint, or a .gguf file": bool(quantization),
-        f"{kind} rotary embeddings change with what shares the batch": kind in _BATCH_ROPE,
+    }
+    text = text_part(config)
+    reasons |= {
+        "it reads more than text": "vision_config" in text or "audio_config" in text,
+        "layers share their keys and values": bool(getattr(text, "num_kv_shared_layers", 0)),
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ModelError(f"{path}: cannot be served: {reason}")
-    return config
+            raise ModelError(reason)
+    return text
 
 
 def _quantization(config: PreTrainedConfig) -> str:
@@ -111,48 +154,84 @@ def _quantization(config: PreTrainedConfig) -> str:
     return str(settings.get("quant_method", "of an unknown kind"))
 
 
-def _observe(
-    path: Path, config: PreTrainedConfig, model: PreTrainedModel
+def _context(config: PreTrainedConfig, rope_limit: int | None) -> int:
+    """The longest sequence that is computed as the model was made for it; 0 if it states none.
+
+    Attention in chunks is causal within the first chunk.
+    """
+    stated = getattr(config, "max_position_embeddings", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    limits = [limit for limit in (stated, chunk, rope_limit) if limit]
+    return min(map(int, limits)) if stated else 0
+
+
+def _refuse_mixing(config: PreTrainedConfig, model: PreTrainedModel) -> None:
+    """Convolutions and state-space layers read the tokens before in a flat batch."""
+    kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    if mixing := sorted(filter(_MIXING.search, kinds)):
+        raise ModelError(f"layers of kind {', '.join(mixing)} are not supported")
+    has_convolutions = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    if has_convolutions or any(name.endswith("A_log") for name, _ in model.named_parameters()):
+        raise ModelError("it has convolutions or state-space layers, which are not supported")
+
+
+def _run(
+    path: Path, config: PreTrainedConfig, model: PreTrainedModel, context: int
 ) -> tuple[tuple[LayerTraits, ...], Geometry, int]:
-    """Run one token without weights, and record the inputs of each layer's attention."""
+    """Run some tokens without weights, and record the inputs of each layer's attention."""
     traits = dict[int, LayerTraits]()
     shapes = set[tuple[int, int, int, int]]()
 
     def note(
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
+        layer: int, query: Tensor, key: Tensor, value: Tensor, of_layer: LayerTraits
     ) -> Tensor:
-        traits[layer] = LayerTraits(scale=scale, window=window, softcap=softcap)
-        shapes.add((query.shape[1], key.shape[1], key.shape[2], value.shape[2]))
-        return torch.empty_like(query)
+        if layer in traits:
+            raise ModelError(f"layer {layer} attends more than once")
+        traits[layer] = of_layer
+        shapes.add((query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
-    token = torch.zeros(1, dtype=torch.int64, device="meta")
-    with readable(path, "cannot run on a ragged batch"), torch.inference_mode():
-        run_hf_model(model, token, token, note, token)
-    return _uniform(path, int(config.num_hidden_layers), traits, shapes)
+    tokens = torch.zeros(1, OBSERVED_TOKENS, dtype=torch.int64, device="meta")
+    with (
+        readable(path, "cannot run on a ragged batch"),
+        torch.inference_mode(),
+        observed_by(note, context),
+    ):
+        # With a mask of padding, transformers does not look for packed sequences, which needs
+        # values of positions.
+        out = model(
+            input_ids=tokens,
+            position_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            use_cache=False,
+            logits_to_keep=tokens[0, :1],
+        )
+        if out.logits.shape[:2] != (1, 1):
+            raise ModelError("it computes the logits of all tokens, not of some")
+    return _uniform(config, traits, shapes)
 
 
 def _uniform(
-    path: Path,
-    layers: int,
+    config: PreTrainedConfig,
     traits: dict[int, LayerTraits],
     shapes: set[tuple[int, int, int, int]],
 ) -> tuple[tuple[LayerTraits, ...], Geometry, int]:
     """The geometry that all layers share, or a ModelError."""
-    if sorted(traits) != list(range(layers)):
+    layers = int(config.num_hidden_layers)
+    if not traits:
         raise ModelError(
-            f"{path}: {len(traits)} of {layers} layers have attention of the usual kind"
+            "its layers compute attention on their own, not through transformers' attention "
+            "interface"
+        )
+    if sorted(traits) != list(range(layers)):
+        kinds = set(getattr(config, "layer_types", None) or ()) - set(ATTENDS)
+        others = f" ({', '.join(sorted(kinds))})" if kinds else ""
+        raise ModelError(
+            f"{len(traits)} of {layers} layers have attention of the usual kind{others}"
         )
     if len(shapes) != 1:
-        raise ModelError(f"{path}: layers differ in query heads, KV heads, dims: {sorted(shapes)}")
+        raise ModelError(f"layers differ in query heads, KV heads, dims: {sorted(shapes)}")
     heads, kv_heads, key_dim, value_dim = shapes.pop()
-    if key_dim != value_dim:
-        raise ModelError(f"{path}: keys have {key_dim} dimensions, values {value_dim}")
-    geometry = Geometry(layers=layers, kv_heads=kv_heads, head_dim=key_dim)
+    dim = -(-max(key_dim, value_dim) // HEAD_DIM_STEP) * HEAD_DIM_STEP
+    geometry = Geometry(layers=layers, kv_heads=kv_heads, head_dim=dim)
     return tuple(traits[layer] for layer in range(layers)), geometry, heads

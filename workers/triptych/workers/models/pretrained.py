@@ -6,12 +6,13 @@
 Every function here raises ``ModelError`` for what transformers cannot read.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -36,7 +37,10 @@ _READ_ERRORS = (
     TypeError,
     AttributeError,
     RuntimeError,
+    AssertionError,
+    ImportError,
     SafetensorError,
+    StrictDataclassError,
 )
 """Errors that transformers raises for invalid files and settings."""
 
@@ -69,12 +73,20 @@ def read_end_tokens(path: Path, config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def read_weights(
-    path: Path, config: PreTrainedConfig, dtype: DType, device: str, attention: str
+    path: Path,
+    config: PreTrainedConfig,
+    dtype: DType,
+    device: str,
+    attention: str,
+    renamings: Mapping[str, str] | None = None,
 ) -> PreTrainedModel:
-    """Load a model from safetensors only, memory-mapped if the type is that on disk."""
+    """Load a model from safetensors only, memory-mapped if the type is that on disk.
+
+    ``renamings``: patterns of names in the files, and what the model calls them.
+    """
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{path}: no .safetensors file (.bin and .pt are never loaded)")
-    with readable(path, "cannot be loaded"), _no_progress_bar():
+    with readable(path, "cannot be loaded"), no_progress_bar():
         loaded = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -84,6 +96,7 @@ def read_weights(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            key_mapping=dict(renamings or {}) or None,
         )
         model, report = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
         if missing := sorted(report["missing_keys"]):  # would be filled with random numbers
@@ -93,11 +106,22 @@ def read_weights(
 
 def without_weights(config: PreTrainedConfig, attention: str = "eager") -> PreTrainedModel:
     """A model on torch's ``meta`` device: names and shapes without memory."""
-    with readable(Path(str(config.model_type)), "not a causal language model"):
-        with torch.device("meta"):
+    kind = Path(str(config.model_type))
+    with readable(kind, "not a causal language model"), torch.device("meta"):
+        try:
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, trust_remote_code=False
+                config,
+                attn_implementation=attention,
+                experts_implementation="batched_mm",  # others need values, or certain types
+                trust_remote_code=False,
             )
+        except KeyError as error:
+            if error.args == (attention,):
+                raise ModelError(
+                    f"{kind}: its layers compute attention on their own, not through "
+                    "transformers' attention interface"
+                ) from error
+            raise
         return cast("PreTrainedModel", model)
 
 
@@ -136,12 +160,17 @@ def readable(path: Path, problem: str) -> Generator[None]:
 
 
 @contextmanager
-def _no_progress_bar() -> Generator[None]:
-    """Disables transformers' progress bars, which would fill a worker's log."""
-    shown = logging.is_progress_bar_enabled()
+def no_progress_bar() -> Generator[None]:
+    """Disables transformers' progress bars and load reports, which would fill a worker's log.
+
+    What a report says of missing weights is an error here.
+    """
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()

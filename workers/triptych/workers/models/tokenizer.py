@@ -10,12 +10,13 @@ from the cache.
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from tokenizers import AddedToken, Tokenizer
 
+from triptych.core.errors import ConfigError
 from triptych.workers.models.store.metadata_cache import DESCRIBING_FILES, cached
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class FastTokenizer:
     chat_template: str | None
     special_tokens: SpecialTokens
     """By role, such as ``bos_token``; chat templates use them."""
+    tool_template: str | None = None
+    """The template for conversations with tools, if the model has one of its own for them."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
@@ -76,9 +79,10 @@ class FastTokenizer:
         self,
         conversation: Sequence[Mapping[str, object]],
         *,
+        tools: list[object] | None = None,
         tokenize: bool = False,
         add_generation_prompt: bool = False,
-        **options: bool,
+        **options: object,
     ) -> str:
         """Render a conversation to text, in transformers' sandbox.
 
@@ -95,17 +99,13 @@ class FastTokenizer:
         ]
         texts, _ = render(
             conversations=[messages],
-            chat_template=self.chat_template,
+            tools=tools,
+            chat_template=(self.tool_template if tools else None) or self.chat_template,
             add_generation_prompt=add_generation_prompt,
             **options,
             **self.special_tokens,
         )
         return texts[0]
-
-    def warm_up(self) -> None:
-        """Import the template renderer now instead of at the first chat."""
-        if self.chat_template is not None:
-            _renderer()
 
 
 def open_tokenizer(model: Path) -> FastTokenizer:
@@ -133,6 +133,7 @@ def to_json(tokenizer: "PreTrainedTokenizerFast") -> str:
     content = {
         "backend": tokenizer.backend_tokenizer.to_str(),
         "chat_template": template,
+        "tool_template": _tool_template(cast("object", tokenizer.chat_template)),
         "special_tokens": tokenizer.special_tokens_map,
         "split_special_tokens": tokenizer.split_special_tokens,
     }
@@ -150,7 +151,43 @@ def from_json(text: str) -> FastTokenizer:
         backend=backend,
         chat_template=cast("str | None", content["chat_template"]),
         special_tokens=cast("SpecialTokens", content["special_tokens"]),
+        tool_template=cast("str | None", content["tool_template"]),
     )
+
+
+def _tool_template(templates: object) -> str | None:
+    """The template called ``tool_use`` of a model that has several."""
+    if not isinstance(templates, dict):
+        return None
+    found = cast("dict[str, object]", templates).get("tool_use")
+    return found if isinstance(found, str) else None
+
+
+def with_chat_template(tokenizer: FastTokenizer, template: str) -> FastTokenizer:
+    """The tokenizer with an operator's chat template; empty: with that of the model."""
+    if not template:
+        return tokenizer
+    return replace(tokenizer, chat_template=template, tool_template=None)
+
+
+def read_chat_template(file: str) -> str:
+    """The text of an operator's chat template; empty if the setting is.
+
+    Raises: ConfigError if it cannot be read, or is not a template
+    """
+    if not file:
+        return ""
+    from jinja2 import TemplateError  # noqa: PLC0415 - few settings need it
+    from transformers.utils.chat_template_utils import (  # noqa: PLC0415
+        _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
+    )
+
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        _compile_jinja_template(text)
+    except (OSError, UnicodeDecodeError, TemplateError) as error:
+        raise ConfigError(f"model.chat_template={file!r}: {error}") from error
+    return text
 
 
 class _Render(Protocol):
@@ -160,6 +197,7 @@ class _Render(Protocol):
         self,
         *,
         conversations: Sequence[object],
+        tools: list[object] | None,
         chat_template: str | None,
         add_generation_prompt: bool,
         **variables: object,

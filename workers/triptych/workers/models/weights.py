@@ -17,6 +17,7 @@ from torch import Tensor
 
 from triptych.core.config import DType
 from triptych.core.errors import ModelError
+from triptych.workers.models.store.checkpoint_files import HEADS, layers_prefix, match_names
 from triptych.workers.models.traits import HEAD, PlainTraits
 
 Weights = Mapping[str, Tensor]
@@ -40,11 +41,16 @@ def read_plain(path: Path, plain: PlainTraits, dtype: DType, device: str) -> Wei
 
     Raises: ModelError for what cannot be loaded, saying why
     """
-    found = _stored(path)
+    stored = _stored(path)
     expected = dict(plain.tensors)
     if plain.is_tied:
         expected.pop(HEAD, None)
-    if {name: tuple(tensor.shape) for name, tensor in found.items()} != expected:
+    names = match_names(stored, expected)
+    found = {name: stored[at] for name, at in names.items() if at in stored}
+    prefix = layers_prefix(stored)
+    # Of a multimodal checkpoint only the layers that read text are served.
+    others = [at for at in stored.keys() - set(names.values()) if at.startswith((prefix, *HEADS))]
+    if others or {name: tuple(tensor.shape) for name, tensor in found.items()} != expected:
         return _through_transformers(path, plain, dtype, device)
     kind = getattr(torch, dtype)
     read = {name: tensor.to(device=device, dtype=kind) for name, tensor in found.items()}
@@ -90,10 +96,10 @@ _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+ *(.*)$", re.MUL
 
 def _through_transformers(path: Path, plain: PlainTraits, dtype: DType, device: str) -> Weights:
     from triptych.workers.models.hf_model import (  # noqa: PLC0415 - most models do not need it
-        HFModel,
+        read_model,
     )
 
-    weights = HFModel.read(path, dtype, device).model.state_dict()
+    weights = read_model(path, dtype, device).state_dict()
     if missing := sorted(plain.tensors.keys() - weights.keys()):
         raise ModelError(f"{path}: cannot be loaded: its layers are plain, but lack {missing[:5]}")
     return weights

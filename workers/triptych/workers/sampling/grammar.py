@@ -4,12 +4,13 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -125,6 +126,48 @@ class GrammarMatcherFactory:
         tokens = self.model.tokenizer.backend.to_str()
         ends = list(self.model.eos_token_ids)
         made = LLTokenizer(tokens, n_vocab=self.model.vocab_size, eos_token=ends or None)
-        vocabulary = Vocabulary(made)
+        added = self.model.tokenizer.added_tokens_decoder
+        texts = [token for token, content in added.items() if not content.special]
+        vocabulary = Vocabulary(with_text_tokens(made, texts, ends))
         _ = vocabulary.begins_with_digit
         return vocabulary
+
+
+@dataclass(frozen=True)
+class _TokenTable:
+    """The tokens of another tokenizer, of which some have become text."""
+
+    of: LLTokenizer
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    bos_token_id: int | None = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self.of.tokenize_bytes(text)
+
+
+def with_text_tokens(
+    tokenizer: LLTokenizer, texts: Sequence[int], ends: Sequence[int]
+) -> LLTokenizer:
+    """A tokenizer in which the tokens ``texts`` are text, as ``<tool_call>`` of Qwen is.
+
+    llguidance takes every added token in angle brackets for special, and no text of a grammar
+    matches special tokens: a model could not write a tag as the one token that it was trained on.
+    """
+    changed = {token for token in texts if tokenizer.is_special_token(token)} - set(ends)
+    if not changed:
+        return tokenizer
+    size = tokenizer.vocab_size
+    table = _TokenTable(
+        of=tokenizer,
+        tokens=[tokenizer.decode_bytes([token]) for token in range(size)],
+        special_token_ids=[
+            token
+            for token in range(size)
+            if tokenizer.is_special_token(token) and token not in changed
+        ],
+        eos_token_id=ends[0] if ends else tokenizer.eos_token,
+    )
+    wrapped = TokenizerWrapper(table)
+    return LLTokenizer(wrapped, n_vocab=size, eos_token=list(ends) or None)

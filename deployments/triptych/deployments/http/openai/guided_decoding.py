@@ -5,17 +5,19 @@ OpenAI's field is ``response_format``, vLLM's ``structured_outputs`` and, before
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from triptych.core.errors import GrammarError, RequestError
-from triptych.core.grammar import GrammarSource, schema_source
+from triptych.core.grammar import GrammarSource, bounded_schema, schema_source
 from triptych.deployments.grammars import GrammarCompiler
 from triptych.deployments.http.openai.protocol import (
     GenerationBody,
     ResponseFormat,
     StructuredOutputs,
 )
+from triptych.deployments.http.openai.reasoning_parser import Thinking, after_thinking
 
 ANY_OBJECT: dict[str, object] = {"type": "object"}
 
@@ -30,10 +32,17 @@ class OutputConstraint:
     choice: list[str] | None = None
     lark: str | None = None
 
-    async def grammar(self, compiler: GrammarCompiler) -> str:
-        """Raises: RequestError naming the field; Overloaded"""
+    async def grammar(self, compiler: GrammarCompiler, thinking: Thinking = Thinking.NO) -> str:
+        """The grammar of the output, which begins after its reasoning.
+
+        Raises: RequestError naming the field; Overloaded
+        """
         try:
-            return await compiler.compile(self.source())
+            source = self.source()
+            if thinking is not Thinking.NO:
+                rules = [*after_thinking(thinking, "answer"), f"answer: {self.rule()}"]
+                source = GrammarSource("lark", "\n".join(rules))
+            return await compiler.compile(source)
         except GrammarError as error:
             raise RequestError(f"{self.param}: {error}", self.param) from error
 
@@ -46,6 +55,16 @@ class OutputConstraint:
         if self.choice is not None:
             return GrammarSource("choice", json.dumps(self.choice))
         return GrammarSource("lark", self.lark or "")
+
+    def rule(self) -> str:
+        """The right-hand side of a Lark rule for the constraint."""
+        if self.schema is not None:
+            return f"%json {json.dumps(bounded_schema(self.schema))}"
+        if self.regex is not None:
+            return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", self.regex) + "/"
+        if self.choice is not None:
+            return " | ".join(map(json.dumps, self.choice))
+        return f"%lark {{\n{self.lark}\n}}"
 
 
 def constraint_of(body: GenerationBody) -> OutputConstraint | None:

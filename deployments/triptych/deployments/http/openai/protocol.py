@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from triptych.core.errors import RequestError
+from triptych.core.errors import RequestError, Unsupported
 from triptych.deployments.http.openai.validation_errors import (
     describe,
     dotted,
@@ -324,6 +324,10 @@ class Message(Body):
     function_call: FunctionCall | None = None
     """OpenAI's older form of ``tool_calls``."""
     tool_call_id: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] = ""
+    reasoning_content: Text = ""
+    """Reasoning of an earlier assistant message, for templates that show it."""
+    reasoning: Text = ""
+    """The same; the newer name."""
     content: Annotated[
         Annotated[Text, Tag("@one")]
         | Annotated[
@@ -360,21 +364,12 @@ class Message(Body):
     def for_template(self) -> dict[str, str]:
         # OpenAI's newer name of the system role; no chat template knows it.
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.text}
+        turn = {"role": role, "content": self.text}
+        reasoning = self.reasoning_content or self.reasoning
+        return turn | {"reasoning_content": reasoning} if reasoning else turn
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-
-
-class TemplateOptions(Body):
-    """Template variables that clients may set. Others could overwrite internal variables."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    enable_thinking: bool | None = None
-    """Switches reasoning on or off; Qwen3's name."""
-    thinking: bool | None = None
-    """The same; DeepSeek's and Granite's name."""
 
 
 class Rendering(Body):
@@ -383,12 +378,13 @@ class Rendering(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """The output continues the last message instead of starting a new one."""
-    chat_template_kwargs: TemplateOptions = Field(default_factory=TemplateOptions)
+    chat_template_kwargs: JsonObject = Field(default_factory=dict[str, object])
+    """Variables of the model's chat template."""
+    reasoning_effort: Annotated[Text, Field(min_length=1, max_length=32)] | None = None
+    """OpenAI's field; ``none`` turns reasoning off, where the chat template can."""
+    documents: list[JsonObject] = Field(default_factory=list[dict[str, object]])
+    """For chat templates that have documents."""
     chat_template: object = None
-
-    @property
-    def template_options(self) -> dict[str, bool]:
-        return self.chat_template_kwargs.model_dump(exclude_none=True)
 
 
 class ChatBody(GenerationBody, Rendering):
@@ -408,6 +404,8 @@ class ChatBody(GenerationBody, Rendering):
         | None
     ) = None
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    """Whether the answer has ``reasoning_content``."""
     functions: list[object] = Field(default_factory=list[object])
 
     @property
@@ -446,6 +444,7 @@ class TokenizeBody(Rendering):
     model: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
     prompt: Text | None = None
     messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list[Tool])
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -470,10 +469,39 @@ class ProfileBody(Body):
 B = TypeVar("B", bound=Body)
 
 IGNORED_FIELDS = {
-    "metadata", "modalities", "prompt_cache_key", "reasoning_effort", "request_id",
+    "metadata", "modalities", "prompt_cache_key", "request_id",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 }  # fmt: skip
 """Fields of OpenAI's and vLLM's APIs that have no effect here."""
+
+UNSUPPORTED_FIELDS = {
+    "add_special_tokens": "chat templates write special tokens themselves",
+    "allowed_token_ids": "use structured_outputs, or logit_bias",
+    "audio": "answers are texts",
+    "bad_words": "use logit_bias",
+    "logits_processors": "use structured_outputs, or a plug-in of the decode step",
+    "logprob_token_ids": "use top_logprobs",
+    "media_io_kwargs": "only text is read",
+    "mm_processor_kwargs": "only text is read",
+    "prefix": "use continue_final_message",
+    "prompt_embeds": "send tokens or a text",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "thinking_token_budget": "use max_tokens, or reasoning_effort",
+    "use_beam_search": "sample with n instead",
+    "web_search_options": "there is no search: send a tool",
+}
+"""Fields that would change an answer and are not done, and what to use instead."""
+
+
+def check_supported(kind: type[Body], data: Mapping[str, object]) -> None:
+    """Raise Unsupported for a field that would change the answer and is not done.
+
+    Null, false and empty values change nothing.
+    """
+    known = kind.model_fields.keys()
+    for name, hint in UNSUPPORTED_FIELDS.items():
+        if name not in known and data.get(name):
+            raise Unsupported(f"{name}: not supported; {hint}", name)
 
 
 def check_known(kind: type[Body], data: Mapping[str, object]) -> None:

@@ -14,6 +14,7 @@ from triptych.core.profile import Fidelity
 from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.interfaces import Engine, ModelCard
 from triptych.deployments.http.keys import NO_CLIENT, Client
+from triptych.deployments.http.openai.chat_template import ALWAYS_TAKEN, ChatTemplate
 from triptych.deployments.http.openai.guided_decoding import OutputConstraint, constraint_of
 from triptych.deployments.http.openai.protocol import (
     ChatBody,
@@ -23,7 +24,15 @@ from triptych.deployments.http.openai.protocol import (
     Rendering,
     Tool,
 )
-from triptych.deployments.http.openai.tool_parser import calls_come_first, tools_of, turns_of
+from triptych.deployments.http.openai.reasoning_parser import Thinking
+from triptych.deployments.http.openai.tool_parser import (
+    RESULT_ROLES,
+    ToolFormat,
+    calls_come_first,
+    signature_of,
+    tools_of,
+    turns_of,
+)
 from triptych.deployments.http.openai.tool_parser import grammar_of as grammar_of_calls
 from triptych.deployments.http.tokenizer import TextCodec
 
@@ -31,6 +40,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for ``/v1/completions``."""
 
 SEEDS = 2**63
+
+TAIL_TOKENS = 16
+"""Last tokens of a prompt, which show whether reasoning has begun."""
 
 MAX_CUT = 8
 """Contexts that a prompt may have before ``truncate_prompt_tokens`` cuts it, if it is long."""
@@ -47,6 +59,8 @@ class Job:
     created: int
     """Unix time in seconds."""
     model: str
+    fingerprint: str = ""
+    """``system_fingerprint`` of the answer; empty: none."""
     requests: tuple[Request, ...]
     prompt_tokens: int
     """Tokens of all prompts; each prompt counts once for all its choices."""
@@ -63,6 +77,13 @@ class Job:
     """Text of the prompt that each choice repeats before its output."""
     tools: frozenset[str] = frozenset()
     """Names of the tools that the output may call."""
+    calls_first: bool = False
+    """Whether an answer that does not begin with a call, after reasoning, has none."""
+    tool_format: ToolFormat = ToolFormat.TAGS
+    """How calls are written."""
+    thinking: Thinking = Thinking.NO
+    """How outputs begin."""
+    shows_reasoning: bool = True
     prompt_logprobs: int = -1
     """Alternatives per token of the prompt to report, as vLLM does; -1: no report."""
     fidelity: Fidelity | None = None
@@ -83,12 +104,18 @@ class RequestBuilder:
         self._codec = codec
         self._model = model
         self._config = config
+        self._template = ChatTemplate(codec.tokenizer, model.reasoning)
         self.grammars = process_compiler()
+
+    def warm_up(self) -> None:
+        """Look at the chat template now instead of at the first chat; in a thread."""
+        self._template.warm_up()
 
     def check_model(self, name: str | None) -> None:
         """Raises: ModelNotFound"""
-        if name is not None and name != self._model.name:
-            text = f"The model {name[:128]!r} does not exist. This server has {self._model.name!r}."
+        if name is not None and name not in self._model.names:
+            names = ", ".join(map(repr, self._model.names))
+            text = f"The model {name[:128]!r} does not exist. This server has {names}."
             raise ModelNotFound(text, "model")
 
     async def chat(self, body: ChatBody, client: Client = NO_CLIENT) -> Job:
@@ -104,9 +131,17 @@ class RequestBuilder:
         prompt = await self.encode_messages(body.messages, body, tools, max_tokens=most)
         prompt = self._truncated(prompt, body)
         logprobs = body.top_logprobs if body.logprobs else -1
-        sampling = await self._sampling(body, logprobs, tools)
+        thinking = self._template.thinking(await self._codec.decode(prompt[-TAIL_TOKENS:]))
+        sampling = await self._sampling(body, logprobs, tools, thinking)
         job = self._job("chatcmpl", body, [prompt], "messages", sampling)
-        job = replace(job, tools=frozenset(tool.function.name for tool in tools))
+        job = replace(
+            job,
+            tools=frozenset(tool.function.name for tool in tools),
+            calls_first=bool(tools) and calls_come_first(body, constraint_of(body)),
+            tool_format=self._tool_format(tools),
+            thinking=thinking,
+            shows_reasoning=body.include_reasoning,
+        )
         job = self._with_prompt_logprobs(job, body)
         return self._owned(job, body, client)
 
@@ -203,16 +238,51 @@ class RequestBuilder:
         if how.continue_final_message and how.add_generation_prompt:
             text = "continue_final_message needs add_generation_prompt: false"
             raise RequestError(text, "continue_final_message")
-        turns = turns_of(messages, tools)
+        is_native = self._has_calls(messages, tools) and self._template.tool_format is not None
+        turns = turns_of(messages, tools, is_native=is_native)
         # The template only adds tokens, so this rejects nothing that fits.
-        self._codec.check_length(sum(len(turn["content"]) for turn in turns), "messages")
+        self._codec.check_length(sum(len(str(turn["content"])) for turn in turns), "messages")
+        if self._codec.has_template and self._template.takes_parts:
+            turns = [_with_parts(turn) for turn in turns]
         return await self._codec.encode_chat(
             turns,
             add_generation_prompt=how.add_generation_prompt,
             continue_final=how.continue_final_message,
-            options=how.template_options,
+            options=self._options(how),
+            tools=[signature_of(tool) for tool in tools] if is_native and tools else None,
             max_tokens=max_tokens,
         )
+
+    def _tool_format(self, tools: Sequence[Tool]) -> ToolFormat:
+        """How calls are written; models are told of tags if their template has no form."""
+        return (self._template.tool_format if tools else None) or ToolFormat.TAGS
+
+    @staticmethod
+    def _has_calls(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
+        """Whether there are tools, calls or results for the template."""
+        return bool(tools) or any(one.calls or one.role in RESULT_ROLES for one in messages)
+
+    def _options(self, how: Rendering) -> dict[str, object]:
+        """Variables of the template.
+
+        Raises: RequestError for one that the template does not have
+        """
+        given, field = how.chat_template_kwargs, "chat_template_kwargs"
+        for name, value in given.items():
+            if name in ALWAYS_TAKEN:
+                if value is not None and not isinstance(value, bool):
+                    raise RequestError(f"{field}.{name}: expected true or false", f"{field}.{name}")
+            elif name not in self._template.variables:
+                shown = name[:64]
+                text = f"{field}.{shown}: the model's chat template has no such variable"
+                raise RequestError(text, f"{field}.{shown}")
+        found = {name: value for name, value in given.items() if value is not None}
+        if how.documents:
+            if not self._template.takes_documents:
+                text = "documents: the model's chat template has none; put them into messages"
+                raise Unsupported(text, "documents")
+            found["documents"] = how.documents
+        return {**self._template.effort(how.reasoning_effort), **found}
 
     def _truncated(self, prompt: list[int], body: GenerationBody) -> list[int]:
         """The last ``truncate_prompt_tokens`` tokens of a prompt.
@@ -296,6 +366,7 @@ class RequestBuilder:
             id=name,
             created=int(time.time()),
             model=self._model.name,
+            fingerprint=self._model.fingerprint,
             requests=tuple(requests),
             prompt_tokens=sum(map(len, prompts)),
             stream=body.stream,
@@ -329,36 +400,47 @@ class RequestBuilder:
         if wanted is not None and prompt_tokens + wanted > self._model.context_tokens:
             most = self._model.context_tokens
             raise PromptTooLong(_too_long(most, prompt_tokens, wanted, param), name)
-        limit = room if isinstance(body, ChatBody) else min(room, DEFAULT_COMPLETION_TOKENS)
-        limit = limit if wanted is None else wanted
+        default = room if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS
+        usual = min(room, int(self._model.sampling_defaults.get("max_tokens", default)))
+        limit = usual if wanted is None else wanted
         if body.min_tokens > limit:
             text = f"min_tokens={body.min_tokens} is more than the answer may have: {limit}"
             raise RequestError(text, "min_tokens")
         return limit
 
     async def _grammar(
-        self, body: GenerationBody, tools: Sequence[Tool], constraint: OutputConstraint | None
+        self,
+        body: GenerationBody,
+        tools: Sequence[Tool],
+        constraint: OutputConstraint | None,
+        thinking: Thinking,
     ) -> str:
         """The grammar of the output; empty: it is free."""
         if tools and isinstance(body, ChatBody):
-            return await grammar_of_calls(body, tools, self.grammars, constraint)
-        return "" if constraint is None else await constraint.grammar(self.grammars)
+            form = self._tool_format(tools)
+            return await grammar_of_calls(body, tools, self.grammars, constraint, thinking, form)
+        return "" if constraint is None else await constraint.grammar(self.grammars, thinking)
 
     async def _sampling(
-        self, body: GenerationBody, logprobs: int, tools: Sequence[Tool] = ()
+        self,
+        body: GenerationBody,
+        logprobs: int,
+        tools: Sequence[Tool] = (),
+        thinking: Thinking = Thinking.NO,
     ) -> Sampling:
         constraint = constraint_of(body)
         calls_first = isinstance(body, ChatBody) and calls_come_first(body, constraint)
-        grammar = await self._grammar(body, tools, constraint)
+        calls_first = calls_first and thinking is Thinking.NO
+        grammar = await self._grammar(body, tools, constraint, thinking)
         return Sampling(
             grammar=grammar,
             tool_calls=bool(tools),
             tool_calls_first=bool(tools) and calls_first,
-            temperature=float(body.temperature),
-            top_k=max(body.top_k, 0),
-            top_p=float(body.top_p),
-            min_p=float(body.min_p),
-            repetition_penalty=float(body.repetition_penalty),
+            temperature=self._value(body, "temperature", body.temperature),
+            top_k=max(int(self._value(body, "top_k", body.top_k)), 0),
+            top_p=self._value(body, "top_p", body.top_p),
+            min_p=self._value(body, "min_p", body.min_p),
+            repetition_penalty=self._value(body, "repetition_penalty", body.repetition_penalty),
             presence_penalty=float(body.presence_penalty),
             frequency_penalty=float(body.frequency_penalty),
             logit_bias=self._logit_bias(body.logit_bias),
@@ -371,6 +453,11 @@ class RequestBuilder:
             skip_special_tokens=body.skip_special_tokens,
         )
 
+    def _value(self, body: GenerationBody, name: str, given: float) -> float:
+        """A field's value, or the model's default if the request leaves it out."""
+        is_given = name in body.model_fields_set
+        return float(given if is_given else self._model.sampling_defaults.get(name, given))
+
     def _logit_bias(self, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
         size = self._codec.vocab_tokens
         for key in bias:
@@ -379,6 +466,11 @@ class RequestBuilder:
                 text = f"{key[:32]!r} is not a token id below {size}"
                 raise RequestError(text, f"logit_bias.{key[:32]}")
         return tuple((int(key), float(value)) for key, value in bias.items())
+
+
+def _with_parts(turn: dict[str, object]) -> dict[str, object]:
+    """A message whose content is a list of parts."""
+    return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
 
 
 def _nearest(measured: Sequence[Fidelity], tokens: int) -> Fidelity | None:

@@ -15,8 +15,9 @@ from triptych.core.messages import (
 )
 from triptych.core.profile import Fidelity
 from triptych.deployments.http.openai.chat_logprobs import ChatLogprobs, finite_logprob
+from triptych.deployments.http.openai.reasoning_parser import ReasoningParser
 from triptych.deployments.http.openai.request_builder import Job
-from triptych.deployments.http.openai.tool_parser import ParsedCall, ToolParser
+from triptych.deployments.http.openai.tool_parser import ParsedCall, call_parser
 from triptych.deployments.http.tokenizer import TextCodec
 
 Json = dict[str, object]
@@ -210,13 +211,14 @@ class ResponseBuilder(ABC):
 
     def _frame(self, kind: str, choices: list[Json]) -> Json:
         job = self.job
-        return {
+        frame: Json = {
             "id": job.id,
             "object": kind,
             "created": job.created,
             "model": job.model,
             "choices": choices,
         }
+        return frame | {"system_fingerprint": job.fingerprint} if job.fingerprint else frame
 
     def _usage(self) -> Json:
         job = self.job
@@ -239,8 +241,11 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def __init__(self, job: Job, codec: TextCodec, warning: str = "") -> None:
         super().__init__(job, codec, warning)
-        first = job.requests[0].sampling.tool_calls_first
-        self._tool_parsers = [ToolParser(job.tools, calls_first=first) for _ in job.requests]
+        self._tool_parsers = [
+            call_parser(job.tools, job.tool_format, calls_first=job.calls_first)
+            for _ in job.requests
+        ]
+        self._reasoning_parsers = [ReasoningParser(job.thinking) for _ in job.requests]
         self._logprobs = [ChatLogprobs(codec, one.sampling) for one in job.requests]
 
     def whole(self) -> Json:
@@ -248,8 +253,10 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _choice(self, choice: Choice) -> Json:
         output = "".join(choice.texts)
-        text, calls = self._read(choice, output, choice.finish)
+        reasoning, text, calls = self._read(choice, output, choice.finish)
         message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning:
+            message |= {"content": text or None, "reasoning_content": reasoning}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         return {
@@ -264,8 +271,11 @@ class ChatResponseBuilder(ResponseBuilder):
         if not choice.opened:
             choice.opened = True
             yield self._part(choice, {"role": "assistant", "content": ""})
-        text, calls = self._read(choice, item.text, item.finish)
+        reasoning, text, calls = self._read(choice, item.text, item.finish)
         logprobs = self._content(choice, item.text, item.logprobs)
+        if reasoning:
+            yield self._part(choice, {"reasoning_content": reasoning}, logprobs)
+            logprobs = None
         if text or logprobs:
             yield self._part(choice, {"content": text}, logprobs)
         first = self._tool_parsers[choice.index].calls - len(calls)
@@ -277,20 +287,28 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _read(
         self, choice: Choice, text: str, finish: FinishReason | None
-    ) -> tuple[str, list[Json]]:
-        """The text and the tool calls that a piece of output adds."""
+    ) -> tuple[str, str, list[Json]]:
+        """The reasoning, the text and the tool calls that a piece of output adds."""
+        parser = self._reasoning_parsers[choice.index]
+        reasoning, text = parser.read(text, finish=finish)
+        reasoning = reasoning if self.job.shows_reasoning else ""
         if not self.job.tools:
-            return text, []
+            return reasoning, text, []
         pieces = list(self._tool_parsers[choice.index].read(text, finish=finish))
         calls = [piece for piece in pieces if isinstance(piece, ParsedCall)]
-        return "".join(piece for piece in pieces if isinstance(piece, str)), [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls
-        ]
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        return (
+            reasoning,
+            text,
+            [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ],
+        )
 
     def _finish(self, choice: Choice) -> str | None:
         """OpenAI's ``finish_reason`` of a choice; ``length`` if it ends inside a tool call."""

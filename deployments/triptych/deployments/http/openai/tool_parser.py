@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
 
 from triptych.core.errors import GrammarError, RequestError
 from triptych.core.grammar import GrammarSource, bounded_schema, schema_source
@@ -19,6 +21,7 @@ from triptych.core.messages import FinishReason
 from triptych.deployments.grammars import GrammarCompiler
 from triptych.deployments.http.openai.guided_decoding import OutputConstraint, check_own_end
 from triptych.deployments.http.openai.protocol import ChatBody, Message, NamedTool, Tool
+from triptych.deployments.http.openai.reasoning_parser import Thinking, after_thinking
 from triptych.workers.sampling.tool_calls import CLOSE, OPEN, Segment, ToolCallScanner
 
 RESULT = "<tool_response>\n{}\n</tool_response>"
@@ -39,7 +42,16 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 ANY_ARGUMENTS: dict[str, object] = {"type": "object"}
 
-Turn = dict[str, str]
+Turn = dict[str, object]
+
+
+class ToolFormat(Enum):
+    """How calls are written in an output; the value is the key of their arguments."""
+
+    TAGS = "arguments"
+    """JSON between tags, anywhere in the text: Hermes and Qwen."""
+    OBJECT = "parameters"
+    """The whole output is one JSON object: Llama 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,28 +107,71 @@ def calls_come_first(body: ChatBody, constraint: OutputConstraint | None) -> boo
 # ---------------------------------------------------------------- prompt
 
 
-def turns_of(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
-    """Messages for the chat template, with tools, calls and results formatted into their text.
+def turns_of(
+    messages: Sequence[Message], tools: Sequence[Tool], *, is_native: bool = False
+) -> list[Turn]:
+    """Messages for the chat template.
+
+    ``is_native``: the template lists tools and writes calls and results itself. Otherwise they
+    are formatted into the text of messages.
 
     Raises: RequestError if a result belongs to no call
     """
-    turns, open_calls = list[Turn](), set[str]()
+    _check_results(messages)
+    if is_native:
+        return [_native_turn(message) for message in messages]
+    turns = list[Turn]()
     for index, message in enumerate(messages):
-        turn = message.for_template()
+        turn: Turn = dict(message.for_template())
         if message.role in RESULT_ROLES:
-            if message.role == "tool" and not _answers(message.tool_call_id, open_calls):
-                text = f"tool_call_id {message.tool_call_id!r} answers no call before it"
-                raise RequestError(text, f"messages.{index}.tool_call_id")
             turn = {"role": "user", "content": RESULT.format(message.text)}
             if index and messages[index - 1].role in RESULT_ROLES:
                 # Results of one turn become one message.
-                turns[-1]["content"] += "\n" + turn["content"]
+                turns[-1]["content"] = f"{turns[-1]['content']}\n{turn['content']}"
                 continue
         calls = [_call_text(call.name, call.arguments) for call in message.calls]
-        open_calls |= {call.id for call in message.tool_calls if message.role == "assistant"}
-        turn["content"] = "\n".join([turn["content"]] * bool(turn["content"]) + calls)
+        turn["content"] = (
+            "\n".join([message.text] * bool(message.text) + calls) if calls else (turn["content"])
+        )
         turns.append(turn)
     return _with_tools(turns, tools) if tools else turns
+
+
+def _native_turn(message: Message) -> Turn:
+    turn: Turn = dict(message.for_template())
+    if message.role in RESULT_ROLES:
+        return turn | {"role": "tool", "tool_call_id": message.tool_call_id}
+    ids = [call.id for call in message.tool_calls] or [""]
+    calls = [
+        {
+            "type": "function",
+            "id": call_id,
+            "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+        }
+        for call_id, call in zip(ids, message.calls, strict=False)
+    ]
+    return turn | {"tool_calls": calls} if calls else turn
+
+
+def signature_of(tool: Tool) -> dict[str, object]:
+    """A tool as chat templates list it."""
+    function = tool.function
+    signature = {
+        "name": function.name,
+        "description": function.description,
+        "parameters": function.parameters or ANY_ARGUMENTS,
+    }
+    return {"type": "function", "function": signature}
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """Raises: RequestError if a result belongs to no call"""
+    open_calls = set[str]()
+    for index, message in enumerate(messages):
+        if message.role == "tool" and not _answers(message.tool_call_id, open_calls):
+            text = f"tool_call_id {message.tool_call_id!r} answers no call before it"
+            raise RequestError(text, f"messages.{index}.tool_call_id")
+        open_calls |= {call.id for call in message.tool_calls if message.role == "assistant"}
 
 
 def _answers(call_id: str, open_calls: AbstractSet[str]) -> bool:
@@ -137,13 +192,7 @@ def _with_tools(turns: list[Turn], tools: Sequence[Tool]) -> list[Turn]:
 
 
 def _signature(tool: Tool) -> str:
-    function = tool.function
-    signature = {
-        "name": function.name,
-        "description": function.description,
-        "parameters": function.parameters or ANY_ARGUMENTS,
-    }
-    return json.dumps({"type": "function", "function": signature}, ensure_ascii=False)
+    return json.dumps(signature_of(tool), ensure_ascii=False)
 
 
 # ---------------------------------------------------------------- grammar of the output
@@ -154,6 +203,8 @@ async def grammar_of(
     tools: Sequence[Tool],
     compiler: GrammarCompiler,
     constraint: OutputConstraint | None = None,
+    thinking: Thinking = Thinking.NO,
+    form: ToolFormat = ToolFormat.TAGS,
 ) -> str:
     """The grammar of calls with valid arguments, and of text unless a call is required.
 
@@ -165,30 +216,47 @@ async def grammar_of(
     """
     check_own_end(body, "an answer that may call tools")
     places = {tool.function.name: index for index, tool in enumerate(body.tools)}
-    calls = [await _body(tool, f"tools.{places[tool.function.name]}", compiler) for tool in tools]
-    once = not body.parallel_tool_calls or isinstance(body.tool_choice, NamedTool)
-    rules = [f'body: "\\n" ({" | ".join(f"({call})" for call in calls)}) "\\n{CLOSE}"']
-    if calls_come_first(body, constraint):
-        rules += [f"calls: {'call' if once else 'call (CALL_GAP call)*'}", f'call: "{OPEN}" body']
-        rules += [] if once else ['CALL_GAP: "\\n"']
+    bodies = [
+        f"({await _body(tool, f'tools.{places[tool.function.name]}', compiler, form)})"
+        for tool in tools
+    ]
+    rules = _object_rules(bodies) if form is ToolFormat.OBJECT else _tag_rules(body, bodies)
+    # Reasoning that may come is text as well.
+    is_free = not calls_come_first(body, constraint)
+    begin = Thinking.NO if is_free and thinking is Thinking.MAYBE else thinking
     if must_call(body):
-        rules.append("start: calls")
+        rules += after_thinking(begin, "calls")
     elif constraint is not None:
-        rules.append(f"start: calls | answer\nanswer: {_rule(constraint)}")
+        rules += [*after_thinking(begin, "calls | answer"), f"answer: {constraint.rule()}"]
     else:
-        rules += [
-            # One call ends the answer: text after it could hold another one.
-            f"start: {'TEXT | found body' if once else '(found body)* TEXT'}",
-            f'found[lazy]: TEXT "{OPEN}"',
-            "TEXT: /(.|\\n)*/",
-        ]
+        rules += after_thinking(begin, "free")
     try:
         return await compiler.compile(GrammarSource("lark", "\n".join(rules)))
     except GrammarError as error:
         raise RequestError(f"tools: {error}", "tools") from error
 
 
-async def _body(tool: Tool, param: str, compiler: GrammarCompiler) -> str:
+def _tag_rules(body: ChatBody, bodies: Sequence[str]) -> list[str]:
+    """Rules ``calls``, at the beginning, and ``free``, anywhere in a text; between tags."""
+    # One call ends the answer: text after it could hold another one.
+    once = not body.parallel_tool_calls or isinstance(body.tool_choice, NamedTool)
+    return [
+        f'body: "\\n" ({" | ".join(bodies)}) "\\n{CLOSE}"',
+        f"calls: {'call' if once else 'call (CALL_GAP call)*'}",
+        f'call: "{OPEN}" body',
+        'CALL_GAP: "\\n"',
+        f"free: {'TEXT | found body' if once else '(found body)* TEXT'}",
+        f'found[lazy]: TEXT "{OPEN}"',
+        "TEXT: /(.|\\n)*/",
+    ]
+
+
+def _object_rules(bodies: Sequence[str]) -> list[str]:
+    """The same rules where the whole output is one call, or a text that begins otherwise."""
+    return [f"calls: {' | '.join(bodies)}", "free: calls | TEXT?", "TEXT: /[^{](.|\\n)*/"]
+
+
+async def _body(tool: Tool, param: str, compiler: GrammarCompiler, form: ToolFormat) -> str:
     function = tool.function
     schema = function.parameters or ANY_ARGUMENTS
     try:
@@ -197,22 +265,74 @@ async def _body(tool: Tool, param: str, compiler: GrammarCompiler) -> str:
         if function.strict:
             raise RequestError(f"{error}", f"{param}.function.parameters") from error
         schema = ANY_ARGUMENTS
-    head = json.dumps(f'{{"name": {json.dumps(function.name)}, "arguments": ')
+    head = json.dumps(_head(function.name, form))
     return f'{head} %json {json.dumps(bounded_schema(schema))} "}}"'
 
 
-def _rule(constraint: OutputConstraint) -> str:
-    """The right-hand side of a Lark rule for what constrains the text."""
-    if constraint.schema is not None:
-        return f"%json {json.dumps(bounded_schema(constraint.schema))}"
-    if constraint.regex is not None:
-        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", constraint.regex) + "/"
-    if constraint.choice is not None:
-        return " | ".join(map(json.dumps, constraint.choice))
-    return f"%lark {{\n{constraint.lark}\n}}"
+def _head(name: str, form: ToolFormat) -> str:
+    """How a call begins, up to its arguments."""
+    return f'{{"name": {json.dumps(name)}, "{form.value}": '
 
 
 # ---------------------------------------------------------------- parser of the output
+
+
+class CallParser(Protocol):
+    """Separates tool calls from text in streamed output."""
+
+    @property
+    def calls(self) -> int:
+        """Complete calls so far."""
+        ...
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the output ended inside a call."""
+        ...
+
+    def read(self, text: str, *, finish: FinishReason | None = None) -> Iterator[str | ParsedCall]:
+        """Parse the next piece: yields text, and calls when they are complete."""
+        ...
+
+
+def call_parser(names: frozenset[str], form: ToolFormat, *, calls_first: bool) -> CallParser:
+    """A parser of one output."""
+    if form is ToolFormat.OBJECT:
+        return ObjectCallParser(names)
+    return ToolParser(names, calls_first=calls_first)
+
+
+@dataclass
+class ObjectCallParser:
+    """Parses an output that is one call as a whole, or text.
+
+    It is a call if it begins as the grammar writes calls; nothing of a call becomes text.
+    """
+
+    names: frozenset[str]
+    calls: int = 0
+    is_cut: bool = False
+    _held: str = ""
+    """The output so far, while it is or may become a call."""
+    _is_text: bool = False
+
+    def read(self, text: str, *, finish: FinishReason | None = None) -> Iterator[str | ParsedCall]:
+        """Parse the next piece."""
+        self._held += text
+        start = self._held.lstrip()
+        heads = [_head(name, ToolFormat.OBJECT) for name in self.names]
+        is_call = any(start.startswith(head) for head in heads)
+        may_call = is_call or any(head.startswith(start) for head in heads)
+        if self._is_text or not may_call or (finish == "stop" and not is_call):
+            self._is_text = True
+            held, self._held = self._held, ""
+            if held:
+                yield held
+        elif finish:
+            call = parse_call(start, self.names, ToolFormat.OBJECT)
+            self.calls, self.is_cut = int(call is not None), call is None and bool(start)
+            if call:
+                yield call
 
 
 @dataclass
@@ -284,8 +404,10 @@ class ToolParser:
         self._has_text, self._space = True, text[len(kept) :]
 
 
-def parse_call(block: str, names: frozenset[str]) -> ParsedCall | None:
-    """The call in the text between two tags; None if it is not a call of one of these tools.
+def parse_call(
+    block: str, names: frozenset[str], form: ToolFormat = ToolFormat.TAGS
+) -> ParsedCall | None:
+    """The call in a JSON object; None if it is not a call of one of these tools.
 
     Arguments keep the model's text, so numbers have all their digits.
     """
@@ -294,13 +416,13 @@ def parse_call(block: str, names: frozenset[str]) -> ParsedCall | None:
     except (ValueError, RecursionError):
         return None
     match call:
-        case {"name": str(name), "arguments": dict()} if name in names:
-            return ParsedCall(name, _arguments_text(block) or json.dumps(call["arguments"]))
+        case {"name": str(name), form.value: dict()} if name in names:
+            return ParsedCall(name, _arguments_text(block) or json.dumps(call[form.value]))
         case _:
             return None
 
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"[^"\\]*"\s*,\s*"arguments"\s*:\s*')
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"[^"\\]*"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 
 
 def _arguments_text(block: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -17,6 +17,9 @@ READ_DTYPES = {"F64", "F32", "F16", "BF16"}
 QUANTIZED_ENDINGS = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv",
                      ".absmax", ".quant_map")  # fmt: skip
 """How names of tensors end in checkpoints that are quantized."""
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+"""Names of the output projection; the second in multimodal checkpoints."""
+_EMBEDDING = "embed_tokens.weight"
 _SHOWN = 3
 
 
@@ -105,15 +108,15 @@ def _refuse_quantized(path: Path, found: Mapping[str, StoredTensor]) -> None:
 def _check_names(
     path: Path, found: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare names and shapes; checkpoints saved without their head lack the first part."""
-    shapes = {_without_prefix(name): tensor.shape for name, tensor in found.items()}
-    missing = [name for name in expected if _without_prefix(name) not in shapes]
+    """Compare names and shapes of the layers that read text."""
+    names = match_names(found, expected)
+    missing = [name for name in expected if names[name] not in found]
     if missing:
         raise ModelError(
             f"{path}: weights are missing: {_listed(missing)}: download the model again"
         )
     for name, shape in expected.items():
-        here = shapes[_without_prefix(name)]
+        here = found[names[name]].shape
         if here != shape:
             raise ModelError(
                 f"{path}: {name} has shape {list(here)}, and config.json says {list(shape)}: "
@@ -121,8 +124,34 @@ def _check_names(
             )
 
 
-def _without_prefix(name: str) -> str:
-    return name.removeprefix("model.")
+def layers_prefix(stored: Iterable[str]) -> str:
+    """How the names of the layers that read text begin.
+
+    >>> layers_prefix(["visual.patch.weight", "model.language_model.embed_tokens.weight"])
+    'model.language_model.'
+
+    ``model.`` in a text checkpoint; empty in one that was saved without its head.
+    """
+    found = [name for name in stored if name == _EMBEDDING or name.endswith(f".{_EMBEDDING}")]
+    return min(found, key=len).removesuffix(_EMBEDDING) if found else "model."
+
+
+def match_names(stored: Collection[str], expected: Iterable[str]) -> dict[str, str]:
+    """Name in the files of each expected weight, whether it is there or not."""
+    prefix = layers_prefix(stored)
+    head = next((name for name in HEADS if name in stored), HEADS[0])
+    return {
+        name: head if name == HEADS[0] else prefix + name.removeprefix("model.")
+        for name in expected
+    }
+
+
+def stored_names(path: Path) -> set[str]:
+    """Names of all tensors of a directory.
+
+    Raises: ModelError if a file is cut short or something else
+    """
+    return {name for file in path.glob("*.safetensors") for name in read_tensors(file)}
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -34,6 +34,10 @@ Fix = Callable[[np.ndarray, str, PreTrainedConfig], np.ndarray]
 """Reverts the change of llama.cpp's converter to a tensor, given its transformers name."""
 
 SHARD_BYTES = 2 << 30
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the RoPE frequencies, in files of Llama 3.1 and later."""
+ROPE_THETA = 10_000.0
+"""Where a file has no ``rope.freq_base``."""
 
 
 def _as_stored(weight: np.ndarray, name: str, config: PreTrainedConfig) -> np.ndarray:
@@ -77,12 +81,14 @@ def convert(gguf: Path, target: Path, progress: Progress) -> None:
     Raises: ModelError for a file that cannot be converted completely
     """
     header = read_header(gguf)
+    _refuse_split(gguf, header)
     architecture = header.text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(f"{gguf}: architecture {architecture!r} (have {sorted(ARCHITECTURES)})")
     _refuse_scaled_rope(gguf, header, architecture)
     config, tokenizer = read_config(gguf), read_tokenizer(gguf)
     _correct(tokenizer, config, header)
+    _set_rope_factors(gguf, header, config)
     _write_weights(gguf, header, config, target, progress)
     write_settings(target, config, tokenizer)
     _complete_config(target / "config.json")
@@ -106,13 +112,49 @@ def _correct(
             setattr(config, f"{ours}_token_id", token)
 
 
+def _refuse_split(gguf: Path, header: GgufHeader) -> None:
+    files = header.metadata.get("split.count", 1)
+    if isinstance(files, int) and files > 1:
+        raise ModelError(
+            f"{gguf}: one of {files} files of a split model: join them with llama.cpp's "
+            "'llama-gguf-split --merge'"
+        )
+
+
 def _refuse_scaled_rope(gguf: Path, header: GgufHeader, architecture: str) -> None:
     scaling = header.text(f"{architecture}.rope.scaling.type")
-    if scaling not in ("", "none") or "rope_freqs.weight" in header.tensors:
+    if scaling not in ("", "none"):
         raise ModelError(
-            f"{gguf}: scaled rotary embeddings are lost when read from GGUF; "
+            f"{gguf}: rotary embeddings with {scaling} scaling are lost when read from GGUF; "
             "use the model's safetensors form"
         )
+
+
+def _set_rope_factors(gguf: Path, header: GgufHeader, config: PreTrainedConfig) -> None:
+    """Write the file's RoPE factors into the config, as ``longrope`` that never grows long."""
+    tensor = header.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return
+    file = np.memmap(gguf, dtype=np.uint8, mode="r")
+    factors = _dequantize(file, tensor).reshape(-1).astype(np.float64)
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    if len(factors) != head_dim // 2 or not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelError(f"{gguf}: {ROPE_FACTORS}: expected {head_dim // 2} positive numbers")
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": float(header.metadata.get(_rope_base(header), ROPE_THETA)),
+        "short_factor": factors.tolist(),
+        "long_factor": factors.tolist(),
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": config.max_position_embeddings,
+    }
+
+
+def _rope_base(header: GgufHeader) -> str:
+    return f"{header.text('general.architecture')}.rope.freq_base"
 
 
 def _complete_config(path: Path) -> None:
@@ -177,7 +219,7 @@ def _plan(gguf: Path, header: GgufHeader, config: PreTrainedConfig) -> list[_Ent
             raise ModelError(f"{gguf}: {name} should be {expected}, found {found}")
         entries.append(_Entry(name, source))
         used.add(source.name)
-    if unused := sorted(header.tensors.keys() - used):
+    if unused := sorted(header.tensors.keys() - used - {ROPE_FACTORS}):
         raise ModelError(f"{gguf}: tensors without a place in {type(model).__name__}: {unused[:5]}")
     return entries
 

@@ -10,12 +10,25 @@ from triptych.workers.models.store.catalogue import KNOWN_MODELS
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 """Weights only as safetensors: ``.bin`` and ``.pt`` are pickles, which run code when read."""
+_OTHER_FILES = ["consolidated*", "original/*"]
+"""The same weights once more, in the form of the author's own code."""
 
 
 def from_hub(name: str, allow_download: bool) -> Path:
+    """The directory of a model, downloaded if necessary.
+
+    ``name``: ``organization/model``, with ``@`` and a branch, tag or commit if it is pinned.
+
+    Raises: ModelError if it is not such a name; ModelNotFetched if the hub does not give it
+    """
+    model, _, revision = name.partition("@")
     try:
         path = snapshot_download(
-            name, allow_patterns=_HUB_FILES, local_files_only=not allow_download
+            model,
+            revision=revision or None,
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=_OTHER_FILES,
+            local_files_only=not allow_download,
         )
     except HFValidationError as error:
         raise ModelError(

@@ -48,6 +48,7 @@ def resolve(
     Raises: ModelError saying what to do; ModelNotFetched if a download would help
     """
     path = Path(name).expanduser()
+    path = path.absolute() if path.exists() else path  # actors may have another directory
     if known := KNOWN_MODELS.get(name):
         if not allow_download and _stored(known.directory) is None:
             raise ModelNotFetched(

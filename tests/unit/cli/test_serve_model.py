@@ -1,0 +1,89 @@
+"""``triptych serve MODEL`` writes the config file that its options describe."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.cli.conftest import Run
+from triptych.cli.serving import serve as command
+from triptych.cli.serving.serve_file import read_http, read_serve_file
+from triptych.core.config import AppConfig
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command would serve, instead of a server."""
+    seen = dict[str, Any]()
+
+    def note(path: Path) -> None:
+        (app,) = read_serve_file(path)
+        keys = Path(app.config.ingress.api_keys) if app.config.ingress.api_keys else None
+        entries = json.loads(keys.read_text()) if keys else []
+        seen.update(config=app.config, http=read_http(path), keys=entries, path=path)
+
+    monkeypatch.setattr(command, "serve_file", note)
+    return seen
+
+
+def test_the_options_that_users_of_vllm_give(run: Run, served: dict[str, Any]) -> None:
+    code, _, err = run(
+        *("serve", "Qwen/Qwen3-0.6B", "--port", "9000", "--host", "0.0.0.0"),
+        *("--max-model-len", "8192", "--max-num-seqs", "7", "--api-key", "secret"),
+        *("--served-model-name", "qwen", "--served-model-name", "gpt-4"),
+        *("--dtype", "float32", "--kv-cache-memory-bytes", "2GiB", "--no-enable-prefix-caching"),
+        *("--generation-config", "none", "--set", "topology=colocated"),
+        *("--set", "decode.actor.num_cpus=2"),
+    )
+    assert (code, err) == (0, "")
+    config: AppConfig = served["config"]
+    assert (served["http"].host, served["http"].port) == ("0.0.0.0", 9000)
+    assert config.model.name == "Qwen/Qwen3-0.6B"
+    assert config.model.served_names == ("qwen", "gpt-4")
+    assert (config.model.max_model_len, config.model.dtype) == (8192, "float32")
+    assert config.model.generation_config == "none"
+    assert config.decode.max_num_seqs == 7
+    assert config.decode.actor.num_cpus == 2
+    assert config.pool.kv_cache_memory_bytes == 2 << 30
+    assert config.pool.prefix_bytes == 0
+    assert config.topology == "colocated"
+    assert served["keys"] == [{"name": "key-1", "sha256": hashlib.sha256(b"secret").hexdigest()}]
+    assert not served["path"].exists()  # the keys go with the server
+
+
+def test_a_model_alone_gets_memory_for_pages_by_what_is_free(
+    run: Run, served: dict[str, Any], tmp_path: Path
+) -> None:
+    code, _, _ = run("serve", str(tmp_path))
+    assert code == 0
+    config: AppConfig = served["config"]
+    assert config.model.served_names == (str(tmp_path), tmp_path.name)
+    assert config.pool.kv_cache_memory_bytes >= 64 << 20
+    assert config.pool.kv_cache_memory_bytes % (64 << 20) == 0
+
+
+def test_a_config_file_takes_no_options(run: Run, served: dict[str, Any], tmp_path: Path) -> None:
+    code, _, err = run("serve", str(tmp_path / "config.yaml"), "--port", "9000")
+    assert code == 2
+    assert "set them in the file" in err
+    assert not served
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("topology", "expected KEY=VALUE"),
+        ("pool.kv_cache_memory_bytes=many", "a size such as 4GiB"),
+        ("decode.max_num_seq=2", "did you mean"),
+        ("model.name.part=2", "is a value, not a section"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    run: Run, served: dict[str, Any], setting: str, reason: str
+) -> None:
+    code, _, err = run("serve", "some/model", "--set", setting)
+    assert code == 2
+    assert reason in err.replace("\n", " ")
+    assert not served

@@ -1,0 +1,90 @@
+# transformers and torch leave some methods untyped.
+# pyright: reportUnknownMemberType=false
+"""Compares a loaded model once with its own attention.
+
+Observation without weights finds what layers pass to attention. This finds tokens that are mixed
+elsewhere: neighbours of a ragged batch would change an answer.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from triptych.core.errors import ModelError
+from triptych.workers.models.attention_interface import Attend
+
+Network = Callable[[Tensor, Tensor, Attend, Tensor], Tensor]
+"""Tokens, positions, attention and indices of tokens -> logits of these"""
+
+LENGTHS = (7, 5)
+"""Tokens of the sequences of the batch."""
+LEAST_SIMILARITY = {torch.float32: 0.9999, torch.bfloat16: 0.9, torch.float16: 0.9}
+"""Least cosine between logits of the batch and those that a sequence has alone."""
+
+
+def check_network(path: Path, model: PreTrainedModel, network: Network) -> None:
+    """Raise ModelError if a ragged batch gives other logits than each sequence alone."""
+    vocab = int(model.config.get_text_config().vocab_size)
+    device = next(model.parameters()).device
+    ids = (torch.arange(sum(LENGTHS), device=device) * 7919 + 11) % vocab
+    positions = torch.cat([torch.arange(count, device=device) for count in LENGTHS])
+    every = torch.arange(len(ids), device=device)
+    with torch.inference_mode():
+        found = network(ids, positions, _causal_attention, every)
+        expected = torch.cat(_alone(model, ids))
+    similarity = F.cosine_similarity(found.float(), expected.float(), dim=-1).min()
+    if not similarity >= LEAST_SIMILARITY[model.dtype]:  # NaN too
+        raise ModelError(
+            f"{path}: cannot be served: its layers give other results in a batch than alone "
+            f"(similarity {float(similarity):.3f}), so they mix tokens outside of attention"
+        )
+
+
+def _alone(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """Logits of each sequence by transformers' own attention."""
+    ours = model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
+    model.set_attn_implementation("eager")
+    try:
+        return [model(one[None], use_cache=False).logits[0] for one in _parts(ids)]
+    finally:
+        model.set_attn_implementation(str(ours))
+
+
+def _parts(rows: Tensor) -> tuple[Tensor, ...]:
+    """The rows of each sequence."""
+    return cast("tuple[Tensor, ...]", rows.split(LENGTHS))
+
+
+def _causal_attention(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """An ``Attend`` of whole sequences of these lengths."""
+    parts = zip(_parts(query), _parts(key), _parts(value), strict=True)
+    return torch.cat([_attend_one(*part, scale, window, softcap) for part in parts])
+
+
+def _attend_one(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    positions = torch.arange(len(query), device=query.device)
+    distance = positions[:, None] - positions
+    visible = (distance >= 0) & (distance < (window or len(query)))
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value.float()).to(query.dtype)

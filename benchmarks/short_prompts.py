@@ -9,7 +9,6 @@ values without any of these. Pages that a request shares with the prefix cache a
 """
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -43,7 +42,7 @@ class Row:
     """16-bit bytes by all bytes."""
     full_bytes: int = 0
     all_in_bytes: int = 0
-    data_bytes: Counter[str] = field(default_factory=Counter[str])
+    data_bytes: dict[str, int] = field(default_factory=dict[str, int])
     """Codes and scales, by format."""
     score_bytes: int = 0
     """Scores and positions of the tokens."""
@@ -60,10 +59,11 @@ class Row:
             form, tokens = page_format(run.format), np.frombuffer(run.tokens, "<i4")
             layout = PageLayout(form, dim, plan.page_bytes, parts=run.parts)
             stored, entries = int(tokens.sum()), int((-(-tokens // layout.tokens)).sum())
-            self.data_bytes[form.name] += stored * form.read_bytes(dim)
+            data = stored * form.read_bytes(dim)
+            self.data_bytes[form.name] = self.data_bytes.get(form.name, 0) + data
             self.score_bytes += stored * (form.token_bytes(dim) - form.read_bytes(dim))
             self.table_bytes += (entries + len(tokens)) * TABLE_ENTRY_BYTES
-        used = self.data_bytes.total() + self.score_bytes + self.table_bytes
+        used = sum(self.data_bytes.values()) + self.score_bytes + self.table_bytes
         self.unfilled_bytes = self.all_in_bytes - used
         self.ratio = round(self.full_bytes / self.all_in_bytes, 3)
 
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row.tokens,
             row.ratio,
             row.all_in_bytes // row.prompts,
-            row.data_bytes.total() // row.prompts,
+            sum(row.data_bytes.values()) // row.prompts,
             row.score_bytes // row.prompts,
             row.table_bytes // row.prompts,
             row.unfilled_bytes // row.prompts,

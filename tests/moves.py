@@ -24,14 +24,16 @@ class Moves:
 
 
 def random_moves(source: str, target: str, head_dim: int) -> Moves:
-    """The tables read from opposite sides; a third of the tokens stay, no two come to one place."""
-    old, new = (
-        PageLayout(FORMATS[name], head_dim, default_page_bytes(head_dim), "channel")
-        for name in (source, target)
-    )
+    """The tables read from opposite sides; a third of the tokens stay, no two come to one place.
+
+    ``source``, ``target``: a format, or ``k8v8/8`` for small pages, eight in one of the arena.
+    """
+    old, new = (_layout(name, head_dim) for name in (source, target))
     pages = torch.randperm(2 * SLOTS * HEADS * WIDTH).int().view(2, SLOTS, HEADS, WIDTH)
     unused = torch.zeros(SLOTS, HEADS, dtype=torch.int32)
     arena = torch.randint(0, 256, (pages.numel(), old.page_bytes), dtype=torch.uint8)
+    for some, layout in zip(pages, (old, new), strict=True):
+        some.mul_(layout.parts).add_(torch.randint(layout.parts, some.shape, dtype=torch.int32))
     full = pages[0].flatten().repeat_interleave(old.tokens)
     rows, count = torch.arange(full.numel()).int() % old.tokens, full.numel()
     vectors, positions = torch.randn(count, 1, head_dim) * 3, torch.arange(count).int()
@@ -52,3 +54,9 @@ def random_moves(source: str, target: str, head_dim: int) -> Moves:
         places,
         target_places.masked_fill(stays, -1),
     )
+
+
+def _layout(name: str, head_dim: int) -> PageLayout:
+    form, _, parts = name.partition("/")
+    page_bytes = default_page_bytes(head_dim)
+    return PageLayout(FORMATS[form], head_dim, page_bytes, "channel", int(parts or 1))

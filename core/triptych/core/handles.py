@@ -44,6 +44,10 @@ class PageRun:
     pages: bytes
     """Page ids, packed by ``triptych.kvpool.rpc.page_ranges.pack``."""
 
+    parts: int = 1
+    """Pages of this run in one page of the pool. Several are small pages: number ``i`` of pool page
+    ``p`` has the id ``p * parts + i``. A request owns whole pages of the pool."""
+
     fixed: bool = False
     """Whether these pages are read only, and all of them full: the beginning of a prompt as it
     was cached. Such a run comes last. ``lease_ref.shared`` tells which pages the lease owns."""

@@ -98,27 +98,45 @@ class PageLayout:
     ``[tokens, groups, 2]`` fp16: scale and zero. 16-bit formats have no metadata and
     keep their keys token by token whatever ``key_order`` says.
 
+    With ``parts`` a page of the pool holds so many small pages of equal size, each with six
+    segments of its own. Small page number ``i`` of pool page ``p`` has the id ``p * parts + i``.
+
     >>> PageLayout(FORMATS["k8v4"], head_dim=64, page_bytes=3584).tokens
     32
+    >>> PageLayout(FORMATS["k8v8"], head_dim=64, page_bytes=3584, parts=8).tokens
+    3
     """
 
     format: PageFormat
     head_dim: int
     page_bytes: int
+    """Bytes of a page of the pool."""
     key_order: KeyOrder = "channel"
+    parts: int = 1
+    """Pages of this layout in one page of the pool."""
 
     def __post_init__(self) -> None:
+        if self.page_bytes % self.parts:
+            raise ConfigError(
+                f"page_bytes={self.page_bytes}: expected a multiple of {self.parts}, the number of "
+                "small pages in a page"
+            )
         if self.tokens < 1:
             raise ConfigError(
                 f"page_bytes={self.page_bytes}: too small for one {self.format.name} token of "
-                f"head_dim {self.head_dim}; use at least {self._used(1)} bytes"
+                f"head_dim {self.head_dim}; use at least {self.parts * self.used_bytes(1)} bytes"
             )
 
     @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of one page of this layout."""
+        return self.page_bytes // self.parts
+
+    @cached_property
     def tokens(self) -> int:
-        """Tokens of one KV head in one page."""
-        count = self.page_bytes // self.format.token_bytes(self.head_dim)
-        while count > 0 and self._used(count) > self.page_bytes:
+        """Tokens of one KV head in one page of this layout."""
+        count = self.size_bytes // self.format.token_bytes(self.head_dim)
+        while count > 0 and self.used_bytes(count) > self.size_bytes:
             count -= 1
         return count
 
@@ -129,8 +147,16 @@ class PageLayout:
         return (0, *ends[:5])
 
     def pages(self, tokens: int) -> int:
-        """Pages that ``tokens`` tokens of one KV head take."""
+        """Pages of this layout that ``tokens`` tokens of one KV head take."""
         return -(-tokens // self.tokens)
+
+    def pool_pages(self, pages: int) -> int:
+        """Pages of the pool that ``pages`` pages of this layout take."""
+        return -(-pages // self.parts)
+
+    def used_bytes(self, tokens: int) -> int:
+        """Bytes of the six segments for ``tokens`` tokens."""
+        return self._ends(tokens)[5]
 
     def _ends(self, tokens: int) -> tuple[int, int, int, int, int, int]:
         end, ends = 0, list[int]()
@@ -138,9 +164,6 @@ class PageLayout:
             end = align(end + tokens * per_token, ALIGN_BYTES)
             ends.append(end)
         return (ends[0], ends[1], ends[2], ends[3], ends[4], ends[5])
-
-    def _used(self, tokens: int) -> int:
-        return self._ends(tokens)[5]
 
 
 @dataclass(frozen=True, slots=True)

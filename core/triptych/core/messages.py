@@ -14,10 +14,10 @@ from triptych.core.errors import MessageError, TriptychError
 from triptych.core.handles import KVHandle
 from triptych.core.schema import PackedField, SchemaError, build
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Changes whenever a message gets another name or shape: 2 renamed the messages of preemption,
 checkpoints and borrowed cache memory; 3 added the epoch of a registration; 4 the children of a
-``Submit``; 5 page limits, evictions, and the prompt's length of a ``Prefix``."""
+``Submit``; 5 page limits, evictions, and the prompt's length of a ``Prefix``; 6 small pages."""
 MAX_FRAME_BYTES = 64 << 20
 MAX_SUBMIT_TOKENS = 1 << 18
 """Token ids of prompts in one ``Submit`` of several prompts."""

@@ -6,6 +6,7 @@ from functools import cached_property
 from triptych.core.config import AppConfig, PoolConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import (
+    ALIGN_BYTES,
     FORMATS,
     Geometry,
     KeyOrder,
@@ -19,6 +20,13 @@ from triptych.core.profile import Profile
 NEAR_SHARE = 0.8
 """Largest share of a GPU's memory beside the model for copies of the pool's pages; steps compute in
 the rest."""
+RECENT_FORMAT = "k8v8"
+"""Format of the sink and of the newest tokens of a request that is compressed."""
+RECENT_TOKENS = 3
+"""Least tokens of a small page. With 3 tokens of ``RECENT_FORMAT`` an eighth of a page that 32
+tokens of K8V4 fill is full too."""
+RECENT_PARTS = 8
+"""Most small pages of a page."""
 BLOCK_PAGES = 2
 """High pages of a head row in one block of the prefix cache. Larger blocks match fewer tokens,
 smaller ones need more look-ups and leases."""
@@ -26,12 +34,13 @@ smaller ones need more look-ups and leases."""
 
 @dataclass(frozen=True)
 class PagePlan:
-    """Which pages hold a request's keys and values: raw 16-bit pages, then the policy's formats.
+    """Which pages hold a request's keys and values: raw, recent, high and low pages.
 
-    A new token is written to a raw page. The sink tokens and the newest ``window_tokens`` tokens
-    stay in raw pages. When all tokens of another raw page are older than the window, they move to
-    high and low pages. So raw pages are the output of prefill, the recent window, and the write
-    buffer of decode, and they pass from stage to stage unchanged.
+    Prefill writes raw 16-bit pages. The compressor moves the tokens of a prompt to high and low
+    pages, except the sink and the newest ones, which it moves to recent pages: small pages, so
+    that a short prompt does not take a whole page for each head row. Decode writes new tokens to
+    recent pages. When so many of them are older than the window that they free the bytes of a high
+    page, they move to high and low pages. A 16-bit policy leaves all tokens in raw pages.
     """
 
     geometry: Geometry
@@ -127,6 +136,22 @@ class PagePlan:
         return PageLayout(FORMATS["fp16"], self.geometry.head_dim, self.page_bytes)
 
     @cached_property
+    def recent(self) -> PageLayout:
+        """Layout of pages for the sink and the newest tokens; raw pages if the policy keeps 16
+        bits."""
+        if not self.compresses:
+            return self.raw
+        form, dim = page_format(RECENT_FORMAT), self.geometry.head_dim
+        whole = PageLayout(form, dim, self.page_bytes, "token")
+        parts = RECENT_PARTS
+        while parts > 1 and (
+            self.page_bytes % (parts * ALIGN_BYTES)
+            or whole.used_bytes(RECENT_TOKENS) > self.page_bytes // parts
+        ):
+            parts //= 2
+        return replace(whole, parts=parts)
+
+    @cached_property
     def high(self) -> PageLayout:
         """Layout of pages for significant and new tokens; raw pages if the policy keeps 16 bits."""
         return self._layout(self.policy.high_format)
@@ -151,29 +176,44 @@ class PagePlan:
 
     @cached_property
     def sink_tokens(self) -> int:
-        """First tokens of a sequence that stay in raw pages, rounded up to whole pages."""
-        return self.raw.pages(self.policy.sink_tokens) * self.raw.tokens
-
-    def leaving_pages(self, raw_tokens: int) -> int:
-        """Full raw pages of a head row between the sink and the window."""
-        if not self.compresses:
-            return 0
-        between = raw_tokens - self.sink_tokens - self.policy.window_tokens
-        return max(0, between) // self.raw.tokens
-
-    def raw_pages(self, tokens: int) -> int:
-        """Most raw pages of a head row of ``tokens`` tokens after compression."""
-        return self.raw.pages(min(tokens, self.full_raw_tokens) if self.compresses else tokens)
+        """First tokens of a sequence that stay in recent pages, rounded up to whole pages."""
+        return self.recent.pages(self.policy.sink_tokens) * self.recent.tokens
 
     @cached_property
-    def full_raw_tokens(self) -> int:
-        """Raw tokens of a head row at which its first page after the sink is encoded and reused.
+    def retire_tokens(self) -> int:
+        """Tokens of a head row that move from recent to high and low pages at a time, in decode.
 
-        All tokens of that page are older than the window, and the last page is full. The freed
-        page becomes the next page to write, so no raw page is ever empty.
+        They free as many bytes of recent pages as a high page takes.
         """
-        least = self.sink_tokens + self.policy.window_tokens + self.raw.tokens
-        return self.raw.pages(least) * self.raw.tokens
+        return self.recent.parts * self.recent.tokens if self.compresses else 0
+
+    def leaving_tokens(self, tokens: int) -> int:
+        """Tokens of each head row that the compressor moves to high and low pages.
+
+        ``tokens``: length of the prompt. The tokens behind the sink leave if they are older than
+        the window and fill high pages, or so much of the last one that it takes no more bytes
+        than they do in recent pages.
+        """
+        if not self.compresses:
+            return 0
+        ready = max(0, tokens - self.sink_tokens - self.policy.window_tokens)
+        rest = ready % self.high.tokens
+        return ready if rest >= self.retire_tokens else ready - rest
+
+    def recent_pages(self, tokens: int) -> int:
+        """Most recent pages of a head row of ``tokens`` tokens after compression."""
+        most = min(tokens, self.full_recent_tokens) if self.compresses else tokens
+        return self.recent.pages(most)
+
+    @cached_property
+    def full_recent_tokens(self) -> int:
+        """Recent tokens of a head row at which those behind the sink retire in decode.
+
+        ``retire_tokens`` of them are older than the window, and the last page is full. The emptied
+        pages are the next ones to be written, so no recent page is ever empty for long.
+        """
+        least = self.sink_tokens + self.policy.window_tokens + self.retire_tokens
+        return self.recent.pages(least) * self.recent.tokens
 
     def layers_of(self, prompt_tokens: int) -> int:
         """Layers of a prompt that are prefilled, handed over and encoded at a time.
@@ -198,8 +238,13 @@ class PagePlan:
 
     @property
     def sink_pages(self) -> int:
-        """Raw pages of a head row that are never encoded."""
-        return self.sink_tokens // self.raw.tokens
+        """Recent pages of a head row that never retire."""
+        return self.sink_tokens // self.recent.tokens
+
+    @property
+    def retire_pages(self) -> int:
+        """Recent pages of a head row that retire at a time."""
+        return self.recent.parts if self.compresses else 0
 
     @property
     def block_tokens(self) -> int:
@@ -237,15 +282,15 @@ class PagePlan:
         end = prompt_tokens // self.block_tokens * self.block_tokens
         return range(min(end, self.block_sink_pages * self.raw.tokens), end)
 
-    def fixed_span(self, block_tokens: int, raw_tokens: int) -> range:
-        """The tokens in fixed pages, of a sequence of ``raw_tokens`` tokens after prefill.
+    def fixed_span(self, block_tokens: int, tokens: int) -> range:
+        """The tokens in fixed pages, of a sequence of ``tokens`` tokens after prefill.
 
         These are whole blocks of its first ``block_tokens`` tokens. Blocks with tokens of the sink
-        or of the window are not among them, since those tokens are in raw pages.
+        or of the window are not among them, since those tokens are in recent pages.
         """
         size = self.block_tokens
         first = -(-self.sink_tokens // size)
-        behind = self.sink_tokens + self.leaving_pages(raw_tokens) * self.raw.tokens
+        behind = self.sink_tokens + self.leaving_tokens(tokens)
         last = min(block_tokens, behind) // size
         is_any = self.has_fixed_pages and first < last
         return range(first * size, last * size) if is_any else range(0)
@@ -259,9 +304,10 @@ class PagePlan:
     def block_sink_pages(self) -> int:
         """Raw pages of a head row in the first block of a prefix, beside its high pages.
 
-        They hold the sink tokens, which get much attention and so are not quantized.
+        They hold the sink tokens exactly, since a request stores these with more bits.
         """
-        return min(self.sink_pages, self.block_tokens // self.raw.tokens) if self.compresses else 0
+        wanted = self.raw.pages(self.policy.sink_tokens)
+        return min(wanted, self.block_tokens // self.raw.tokens) if self.compresses else 0
 
     def block_pages(self, index: int) -> int:
         """Pages of all head rows of the block with this index in a prefix."""
@@ -276,6 +322,13 @@ class PagePlan:
     def _layout(self, name: str) -> PageLayout:
         form, dim = page_format(name), self.geometry.head_dim
         return PageLayout(form, dim, self.page_bytes, self.key_order)
+
+    def stored_bytes(self, recent: int, encoded: int) -> int:
+        """Bytes of the pool's pages for recent pages and for high and low pages of a request.
+
+        ``recent``, ``encoded``: pages of all head rows.
+        """
+        return (self.recent.pool_pages(recent) + encoded) * self.page_bytes
 
     def raw_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of ``tokens`` tokens in 16 bits, without page overhead."""

@@ -32,7 +32,7 @@ class KVRotation:
 class Policy:
     """Which format stores each token, and which tokens are dropped.
 
-    The first ``sink_tokens`` and the newest ``window_tokens`` tokens stay in 16 bits, since they
+    The first ``sink_tokens`` and the newest ``window_tokens`` tokens stay in 8 bits, since they
     get most of the attention. The newest ``high_window_tokens`` are at least high. Of the others,
     a token among ``n`` is high if its mean attention from later tokens is at least
     ``alpha_high / n``, low if it is at least ``alpha_low / n``, and dropped otherwise. With
@@ -41,7 +41,7 @@ class Policy:
     high, since such shares do not classify a single token. In a uniform policy all tokens are high.
 
     Source: DiffKV, section 4 (thresholds relative to the mean weight 1/n, a window of 64 high
-            tokens). Sink and window in 16 bits are ours (docs/log.md)
+            tokens). Sink and window with more bits are ours (docs/log.md)
     """
 
     name: str
@@ -179,10 +179,10 @@ def _chosen(setting: T | Auto, otherwise: T) -> T:
 def kv_rotation_of(
     config: CompressorConfig, high_format: str, profile: Profile | None
 ) -> KVRotation:
-    """Rotated unless the setting says otherwise; centred if the first token stays in 16 bits.
+    """Rotated unless the setting says otherwise; centred if the first token stays in 8 bits.
 
     The key of the first token is far from all others. Centring keys helps only if that key is not
-    quantized (docs/log.md).
+    quantized to few bits (docs/log.md).
     """
     quantized = page_format(high_format).is_quantized
     if config.kv_rotation == "none" or (config.kv_rotation == "auto" and not quantized):

@@ -163,7 +163,7 @@ def save_retirement(pages, plan, slots, room, saved_pages, saved_plan, retired, 
     """Save page table, retirement plan and retired tokens of some slots before a retirement.
 
     ``plan``: int32 [layers, slots, kv_heads, numbers]. ``retired_after``: ``retired`` plus the
-    ``room`` tokens of the page that retires.
+    ``room`` tokens that retire.
     """
     layers, _, heads, width = pages.shape
     for at in range(len(slots)):
@@ -179,25 +179,28 @@ def save_retirement(pages, plan, slots, room, saved_pages, saved_plan, retired, 
 
 
 @kernel
-def move_page_to_end(pages, tokens, before, slots, column, last, room, class_tokens, counts):
-    """Move the page at ``column`` of each row of some slots to column ``last``, to be reused.
+def remove_pages(
+    pages, tokens, before, slots, column, count, used, room, class_tokens, counts
+):  # fmt: skip
+    """Remove ``count`` pages from ``column`` on from each row of some slots.
 
-    The pages in between move one column to the left, and the row has ``room`` tokens less.
-    ``before`` is the table before the call, so that an interrupted call can be repeated.
+    The pages behind them, of ``used`` in all, move to the left, and the row has ``room`` tokens
+    less. ``before`` is the table before the call, so that an interrupted call can be repeated.
     ``counts``: new token counts of each class, int32 [layers, slots, kv_heads, classes or more].
 
-    Returns: the moved page ids, int32 [slots, layers * kv_heads]
+    Returns: the removed page ids, int32 [slots, layers * kv_heads * count]
     """
     layers, _, heads, _ = pages.shape
-    moved = np.empty((len(slots), layers * heads), np.int32)
+    moved = np.empty((len(slots), layers * heads * count), np.int32)
     for layer in range(layers):
         for at in range(len(slots)):
             slot = slots[at]
             for head in range(heads):
-                page = before[layer, slot, head, column]
-                for place in range(column, last):
-                    pages[layer, slot, head, place] = before[layer, slot, head, place + 1]
-                pages[layer, slot, head, last] = moved[at, layer * heads + head] = page
+                first = (layer * heads + head) * count
+                for place in range(count):
+                    moved[at, first + place] = before[layer, slot, head, column + place]
+                for place in range(column, used - count):
+                    pages[layer, slot, head, place] = before[layer, slot, head, place + count]
                 tokens[layer, slot, head] -= room
                 for each in range(class_tokens.shape[0]):
                     class_tokens[each, layer, slot, head] = counts[layer, at, head, each]

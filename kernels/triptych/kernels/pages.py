@@ -68,10 +68,14 @@ class Segments:
 def segments(arena: Tensor, layout: PageLayout) -> Segments:
     """Views of the segments of an arena, with ``layout`` for all pages.
 
-    Shapes:  arena uint8 [P, page_bytes], contiguous
+    Small pages are numbered over the whole arena, so P is then ``layout.parts`` times its pages.
+
+    Shapes:  arena uint8 [pages, page_bytes], contiguous
     Raises:  ConfigError if the arena's pages have another size
     """
     check_arena(arena, layout)
+    if layout.parts > 1:
+        arena = arena.view(-1, layout.size_bytes)
     form, count = layout.format, layout.tokens
     sizes = [count * size for size in form.segment_token_bytes(layout.head_dim)]
     parts = [

@@ -153,14 +153,16 @@ class Cluster:
     def stored_pages(self, tokens: int) -> int:
         """Pages of all head rows once a prompt of ``tokens`` tokens is compressed."""
         plan = self.plan
-        leaving = plan.leaving_pages(tokens)
-        encoded = leaving * plan.raw.tokens
+        encoded, rows = plan.leaving_tokens(tokens), plan.geometry.head_rows
+        recent = plan.recent.pool_pages(plan.recent.pages(tokens - encoded) * rows)
+        if not plan.compresses:
+            return recent
         if plan.low is None:
             coded = plan.high.pages(encoded)
         else:
             high = round(encoded * self.high_share)
             coded = plan.high.pages(high) + plan.low.pages(encoded - high)
-        return (plan.raw.pages(tokens) - leaving + coded) * plan.geometry.head_rows
+        return recent + coded * rows
 
 
 def split_of(replicas: int) -> tuple[int, int, int]:

@@ -242,7 +242,7 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     told = " ".join(err.split())
     assert "http://127.0.0.1:8000/v1 " in told
     assert "tokens or more at once" in told
-    assert "in 16 bits, others in K8V4" in told
+    assert "in K8V8, others in K8V4" in told
     assert """curl 'http://127.0.0.1:8000/v1/chat/completions'""" in told
     assert '"model": "tiny"' in told
     ((program, *command),) = started

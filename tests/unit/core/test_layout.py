@@ -52,6 +52,8 @@ def test_one_more_token_would_not_fit(form: str, head_dim: int, kilobytes: int) 
 def test_a_page_too_small_for_one_token_says_how_large_it_must_be() -> None:
     with pytest.raises(ConfigError, match="at least 1056 bytes"):
         PageLayout(FORMATS["fp16"], 256, 256)
+    with pytest.raises(ConfigError, match="page_bytes=3584: expected a multiple of 3"):
+        PageLayout(FORMATS["fp16"], 64, 3584, parts=3)
 
 
 def test_an_unknown_format_lists_the_known_ones() -> None:

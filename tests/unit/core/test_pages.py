@@ -31,15 +31,14 @@ def test_a_block_is_two_high_pages_of_each_head_row() -> None:
 
 def test_what_is_shared_is_whole_blocks_between_sink_and_window() -> None:
     made = plan()
-    tokens = made.raw.tokens
-    assert made.fixed_span(1024, 1056) == range(64, 960), "64 tokens stay in raw pages"
+    assert made.fixed_span(1024, 1056) == range(64, 960), "64 tokens stay in recent pages"
     assert made.fixed_span(1024, 4096) == range(64, 1024)
     assert made.fixed_span(64, 4096) == made.fixed_span(1024, 150) == range(0)
     for prompt in range(150, 1200, 7):
         span = made.fixed_span(1 << 20, prompt)
-        raw = made.sink_tokens + made.leaving_pages(prompt) * tokens
-        assert span.stop <= raw <= prompt - made.policy.window_tokens
-        assert raw - span.stop < made.block_tokens + tokens or not span
+        end = made.sink_tokens + made.leaving_tokens(prompt)
+        assert span.stop <= end <= prompt - made.policy.window_tokens
+        assert end - span.stop < made.block_tokens or not span
     for copies in (
         plan(share_pages=False, repeatable_prompts=False),
         plan(prefix_bytes=0),
@@ -51,6 +50,46 @@ def test_what_is_shared_is_whole_blocks_between_sink_and_window() -> None:
         SMOLLM2,
     )
     assert no_sink.fixed_span(1024, 4096) == range(1024)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_an_eighth_of_a_page_is_full_with_three_recent_tokens(head_dim: int) -> None:
+    made = plan(Geometry(1, 1, head_dim))
+    recent = made.recent
+    assert (recent.parts, recent.tokens, recent.size_bytes) == (8, 3, made.page_bytes // 8)
+    assert recent.used_bytes(3) == recent.size_bytes
+    assert (made.sink_tokens, made.sink_pages, made.retire_tokens) == (3, 1, 24)
+
+
+@pytest.mark.parametrize(("page_bytes", "parts"), [(3584, 8), (4096, 8), (1792, 4), (768, 1)])
+def test_a_small_page_has_three_tokens_at_least(page_bytes: int, parts: int) -> None:
+    made = plan(TINY, page_bytes=page_bytes)
+    assert (made.recent.parts, made.recent.tokens >= 3) == (parts, True)
+
+
+def test_a_16_bit_policy_has_raw_pages_alone() -> None:
+    made = plan(policy="uniform:fp16")
+    assert made.recent == made.raw
+    assert made.leaving_tokens(1000) == made.retire_tokens == 0
+
+
+@given(st.integers(1, 2000), st.integers(0, 100), st.integers(0, 30))
+def test_tokens_leave_for_high_pages_that_they_fill_or_pay_for(
+    tokens: int, window: int, sink: int
+) -> None:
+    policy = replace(plan().policy, window_tokens=window, sink_tokens=sink)
+    made = replace(plan(), policy=policy)
+    leaving = made.leaving_tokens(tokens)
+    stays = tokens - leaving
+    assert stays >= min(tokens, made.sink_tokens + window)
+    assert stays < made.full_recent_tokens
+    if leaving:
+        last = (leaving - 1) % made.high.tokens + 1
+        assert made.recent.pool_pages(made.recent.pages(last)) >= 1
+        assert last >= made.retire_tokens
+    left = made.full_recent_tokens - made.retire_tokens
+    assert left % made.recent.tokens == 0
+    assert left >= made.sink_tokens + window
 
 
 def test_a_quarter_is_for_prefixes_unless_it_holds_too_little() -> None:

@@ -85,15 +85,15 @@ def test_simulated_formats_need_no_pages() -> None:
 
 
 def test_a_handle_is_counted_page_by_page() -> None:
-    """Two head rows: 40 and 20 tokens of K8V4 (32 a page), 10 each in 16 bits (13 a page)."""
+    """Two head rows: 10 tokens each in small pages of 3, 40 and 20 of K8V4 (32 a page)."""
     config = AppConfig.from_mapping({"compressor": {"policy": "uniform:k8v4"}})
     plan = PagePlan.of(config, Geometry(layers=1, kv_heads=2, head_dim=64))
     runs = [
-        ("k8v4", np.array([40, 20], np.int32), np.arange(3, dtype=np.int32)),
-        ("fp16", np.array([10, 10], np.int32), np.arange(3, 5, dtype=np.int32)),
+        (plan.recent, np.array([10, 10], np.int32), np.arange(24, 32, dtype=np.int32)),
+        (plan.high, np.array([40, 20], np.int32), np.arange(3, dtype=np.int32)),
     ]
     handle = make_handle(LeaseRef("arena", LeaseId(1), 1), runs, tokens=50)
     found = of_handle(handle, plan)
     assert found.full_bytes == 50 * 2 * 256
-    assert found.data_bytes == 60 * 104 + 20 * 256
-    assert found.all_in_bytes == 5 * 3584 + 4 * (5 + 4)
+    assert found.data_bytes == 60 * 104 + 20 * 136
+    assert found.all_in_bytes == (1 + 3) * 3584 + 4 * (8 + 3 + 4)

@@ -57,17 +57,23 @@ class Cache:
         first_position: int = 0,
         vectors: tuple[Tensor, Tensor] | None = None,
     ) -> Stored:
-        """Store ``counts[slot][head]`` tokens, random ones if no [S, KH, N, d] are given."""
-        layout = PageLayout(FORMATS[name], self.head_dim, self.page_bytes, order)
+        """Store ``counts[slot][head]`` tokens, random ones if no [S, KH, N, d] are given.
+
+        ``name``: a format, or ``k8v8/8`` for small pages, eight in one of the arena.
+        """
+        form, _, divided = name.partition("/")
+        parts = int(divided or 1)
+        layout = PageLayout(FORMATS[form], self.head_dim, self.page_bytes, order, parts)
         tokens = torch.tensor(counts, dtype=torch.int32)
         longest = max(1, int(tokens.max()))
         pages = torch.full((*tokens.shape, layout.pages(longest)), 2**30, dtype=torch.int32)
         key, value = vectors or torch.randn(2, *tokens.shape, longest, self.head_dim)
         for slot, row in enumerate(counts):
             for head, count in enumerate(row):
-                taken, self._free = self._free.split(
-                    [layout.pages(count), len(self._free) - layout.pages(count)]
-                )
+                wanted = layout.pool_pages(layout.pages(count))
+                taken, self._free = self._free.split([wanted, len(self._free) - wanted])
+                small = taken[:, None] * parts + torch.arange(parts, dtype=torch.int32)
+                taken = small.flatten()[: layout.pages(count)].flip(0)
                 pages[slot, head, : len(taken)] = taken
                 token = torch.arange(count)
                 store_tokens.on("reference")(

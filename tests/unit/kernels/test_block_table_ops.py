@@ -115,23 +115,23 @@ def test_missing_pages_are_counted_and_appended(seed: int, tables: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_emptied_page_moves_to_the_end_and_the_call_is_repeatable(seed: int) -> None:
+def test_emptied_pages_leave_the_table_and_the_call_is_repeatable(seed: int) -> None:
     table = Table(seed)
-    column, last = sorted(table.random.choice(WIDTH, 2, replace=False).tolist())
+    column, end, used = sorted(table.random.choice(WIDTH + 1, 3, replace=False).tolist())
+    count = end - column
     slots, before, tokens = table.slots, table.pages.copy(), table.tokens.copy()
     classes, counts = table.numbers(2, LAYERS, SLOTS, HEADS), table.numbers(LAYERS, 3, HEADS, 5)
     then = classes.copy()
     then[:, :, slots] = np.moveaxis(counts[..., :2], -1, 0)
     expected = before.copy()
-    expected[:, slots, :, column : last + 1] = np.roll(
-        before[:, slots, :, column : last + 1], -1, axis=-1
-    )
+    expected[:, slots, :, column : used - count] = before[:, slots, :, end:used]
     for _ in range(2):
         table.tokens[:] = tokens
-        moved = ops.move_page_to_end(
-            table.pages, table.tokens, before, slots, column, last, ROOM, classes, counts
+        moved = ops.remove_pages(
+            table.pages, table.tokens, before, slots, column, count, used, ROOM, classes, counts
         )
-        assert np.array_equal(moved, before[:, slots][..., column].swapaxes(0, 1).reshape(3, -1))
+        emptied = before[:, slots][..., column:end].swapaxes(0, 1).reshape(3, -1)
+        assert np.array_equal(moved, emptied)
         assert np.array_equal(table.pages, expected)
         assert np.array_equal(classes, then)
     tokens[:, slots] -= ROOM

@@ -29,6 +29,8 @@ BACKENDS = [name for name in store_tokens.backends if name != "cuda"]
 HEAD_DIMS = [16, 64, 96, 128, 256]
 ORDERS: list[KeyOrder] = ["token", "channel"]
 TOKENS, HEADS = 75, 2
+SMALL = [("fp16", "k8v8/8"), ("k8v8/8", "k8v4"), ("k8v8/8", "k4v2/2"), ("k8v8/4", "fp16/2")]
+"""Formats of moves from or to small pages."""
 
 
 def layout_of(name: str, head_dim: int, order: KeyOrder) -> PageLayout:
@@ -155,7 +157,7 @@ def test_a_downgrade_by_several_steps_equals_a_direct_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "k8v8/8"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_appended_token_equals_one_stored_in_the_slot_of_its_place(
     backend: str, name: str, dtype: torch.dtype
@@ -194,7 +196,7 @@ def test_appending_to_a_place_out_of_range_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96])
-@pytest.mark.parametrize(("source", "target"), list(product(FORMATS, FORMATS)))
+@pytest.mark.parametrize(("source", "target"), [*product(FORMATS, FORMATS), *SMALL])
 def test_backends_move_tokens_to_the_same_bytes(source: str, target: str, head_dim: int) -> None:
     moves = random_moves(source, target, head_dim)
     results = [moves.arena.clone() for _ in BACKENDS]

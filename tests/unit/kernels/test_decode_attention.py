@@ -101,6 +101,20 @@ def test_sections_of_several_formats_are_one_softmax(
     check(backend, cache, torch.randn(3, 9, head_dim), stored)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("name", ["k8v8/8", "k8v8/2", "fp16/4", "k8v4/4"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_small_pages_are_one_softmax_with_whole_ones(
+    backend: str, name: str, head_dim: int, new_cache: NewCache
+) -> None:
+    cache = new_cache(head_dim)
+    stored = [
+        cache.fill(name, [[37, 1, 0], [3, 4, 39]], order="token"),
+        cache.fill("k8v4", [[90, 0, 33], [0, 0, 1]]),
+    ]
+    check(backend, cache, torch.randn(2, 9, head_dim), stored)
+
+
 @pytest.mark.parametrize("name", ["fp16", "k8v4"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_single_token_has_weight_one(backend: str, name: str, new_cache: NewCache) -> None:

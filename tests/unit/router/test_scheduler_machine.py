@@ -60,12 +60,12 @@ from triptych.router import ByteModel, Scheduler, Timeouts
 from triptych.router.state.cluster_state import worker_loads
 from triptych.router.state.request_table import State
 
-PAGE, SLOTS = 3584, 3
+PAGE, SLOTS = 768, 3  # a page as small as this is not divided
 POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
 PLAN = PagePlan(Geometry(layers=6, kv_heads=1, head_dim=64), PAGE, POLICY)
 IN_PARTS = replace(PLAN, chunk_tokens=60, layers_at_once=2)
 RAW, STORED = PageLayout(FORMATS["fp16"], 64, PAGE), PageLayout(FORMATS["k8v4"], 64, PAGE)
-CAPACITY = 60 * PLAN.geometry.head_rows * PAGE
+CAPACITY = 330 * PLAN.geometry.head_rows * PAGE
 LEASE_S = 4.0
 WORKERS: dict[str, tuple[Stage, ...]] = {
     "p0": ("prefill",),
@@ -386,7 +386,8 @@ class FakeWorld:
     def encode_layers(self, worker: FakeWorker, message: Layers) -> None:
         held = worker.held[f"{message.request}/{message.first}"]
         stored, kept = self.split(message.handle.tokens)
-        assert self.bytes_held + stored * held.rows * PAGE <= CAPACITY or not self.answers_cancel
+        new = (stored + kept) * held.rows * PAGE
+        assert self.bytes_held + new <= CAPACITY or not self.answers_cancel
         held.pages = stored + kept
         encoded = LayersEncoded(request=message.request, first=message.first)
         worker.outbox.append(Send(message.reader, encoded))
@@ -422,15 +423,15 @@ class FakeWorld:
 
     @staticmethod
     def split(tokens: int) -> tuple[int, int]:
-        """Pages per row of encoded tokens, and raw pages that stay."""
-        leaving = PLAN.leaving_pages(tokens)
-        return STORED.pages(leaving * RAW.tokens), RAW.pages(tokens) - leaving
+        """Pages per row of encoded tokens, and recent pages."""
+        leaving = PLAN.leaving_tokens(tokens)
+        return STORED.pages(leaving), PLAN.recent.pages(tokens - leaving)
 
     def encode(self, worker: FakeWorker, name: str, arena: str) -> None:
         assert arena == "cpu"
         stored, kept = self.split(worker.prompts[name])
         held = worker.held[name]
-        new = stored * held.rows * PAGE
+        new = (stored + kept) * held.rows * PAGE
         assert self.bytes_held + new <= CAPACITY or not self.answers_cancel
         tokens = worker.prompts.pop(name)
         held.pages = stored + kept
@@ -514,8 +515,7 @@ class FakeWorld:
         for _ in range(10):
             tokens = request.known_tokens + held.written + 1
             is_last = len(request.output_tokens) + held.written + 2 > request.sampling.max_tokens
-            encoded = PLAN.leaving_pages(tokens - 1) * RAW.tokens
-            need = STORED.pages(encoded) + RAW.pages(tokens - encoded) + 1
+            need = ByteModel(PLAN).estimate(tokens, 0).grown // (rows * PAGE)
             need = max(held.pages, min(need, self.most_pages(request)))
             limit = held.limit
             if limit and not is_last and (rows * need > limit.pages or tokens > limit.tokens):

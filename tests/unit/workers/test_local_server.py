@@ -302,7 +302,7 @@ def test_a_pool_that_runs_dry_pauses_the_request_and_it_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("policy", "kib"), [("uniform:fp16", 1024), ("uniform:k8v4", 640), ("diffkv", 560)]
+    ("policy", "kib"), [("uniform:fp16", 1024), ("uniform:k8v4", 520), ("diffkv", 460)]
 )
 def test_requests_that_outgrow_the_pool_make_room_for_older_ones_and_all_end(
     tiny_model: Path, policy: str, kib: int

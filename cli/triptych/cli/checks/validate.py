@@ -216,6 +216,7 @@ def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object]
         "alpha_high": plan.policy.alpha_high,
         "alpha_low": plan.policy.alpha_low,
         "window_tokens": plan.policy.window_tokens,
+        "recent_format": plan.recent.format.name.upper(),
         "rotated": plan.policy.kv_rotation.rotated,
         "centred": bool(plan.policy.kv_rotation.key_centre),
     }
@@ -275,7 +276,7 @@ def _describe_pages(pages: dict[str, object] | None) -> str:
     text = (
         "pages: {pages} of {page_bytes} bytes; one holds {raw_tokens_per_page} raw or "
         "{stored_tokens_per_page} stored tokens of a KV head\n"
-        "compression: {policy}, the newest {window_tokens} tokens in 16 bits"
+        "compression: {policy}, the newest {window_tokens} tokens in {recent_format}"
     )
     if pages["low_format"] is not None:
         text += ", others in {high_format} or {low_format} (alpha {alpha_high:g} and {alpha_low:g})"

@@ -74,7 +74,8 @@ def describe_precision(plan: AppPlan) -> Iterator[str]:
     if not plan.pages.compresses:
         yield "all tokens in 16 bits"
         return
-    yield f"{policy.name}: the newest {policy.window_tokens} tokens in 16 bits"
+    recent = plan.pages.recent.format.name.upper()
+    yield f"{policy.name}: the newest {policy.window_tokens} tokens in {recent}"
     others = policy.high_format.upper()
     if policy.low_format is not None:
         others += f" or {policy.low_format.upper()}, by the attention that they receive"

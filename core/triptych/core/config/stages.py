@@ -162,14 +162,14 @@ class CompressorConfig:
     """Those that together receive less than this share are dropped (``leankv``)."""
 
     recent_window_tokens: int | Auto = "auto"
-    """Newest tokens that stay in 16 bits; ``auto`` without a profile: 64."""
+    """Newest tokens that stay in 8 bits (K8V8); ``auto`` without a profile: 64."""
 
     high_window_tokens: int = 64
     """``diffkv``: newest tokens that are always at least high, because too few later tokens have
     attended to them."""
 
     sink_tokens: int = 1
-    """First tokens, kept in 16 bits and rounded up to whole pages (attention sinks)."""
+    """First tokens, kept in 8 bits (K8V8) and rounded up to whole small pages (attention sinks)."""
 
     score_every_tokens: int = 8
     """``diffkv``: output tokens between two measurements of the attention that each token receives;

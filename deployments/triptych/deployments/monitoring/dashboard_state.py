@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import MessageError
-from triptych.core.handles import KVHandle
+from triptych.core.handles import KVHandle, PageRun
 from triptych.core.messages import Report
 from triptych.deployments.monitoring.status import Status
 from triptych.kvpool import PREFIX_WORKER, OwnerPages, PageMap, PoolStats
@@ -176,7 +176,7 @@ def page_kinds(pages: PageMap, handles: Mapping[str, KVHandle]) -> tuple[list[st
         for run in handle.runs:
             if run.format not in kinds:
                 kinds.append(run.format)
-            shown = _shown(run.pages, pages)
+            shown = _shown(run, pages)
             of_entry[shown[np.isin(entries[shown], mine)]] = kinds.index(run.format)
     return kinds, of_entry
 
@@ -213,10 +213,10 @@ def _owners_of_requests(pages: PageMap) -> dict[str, list[int]]:
     return lines
 
 
-def _shown(packed: bytes, pages: PageMap) -> NDArray[np.int64]:
+def _shown(run: PageRun, pages: PageMap) -> NDArray[np.int64]:
     """Map entries of those pages of a run that the map shows."""
     try:
-        ids = page_ranges.unpack(packed, pages.pages).astype(np.int64)
+        ids = page_ranges.unpack(run.pages, pages.pages * run.parts).astype(np.int64) // run.parts
     except MessageError:  # a handle of a pool that was restarted since
         return np.empty(0, np.int64)
     return ids[ids % pages.stride == 0] // pages.stride

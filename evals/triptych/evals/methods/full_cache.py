@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS, PageFormat, default_page_bytes
+from triptych.core.layout import FORMATS, PageFormat, PageLayout, default_page_bytes
 from triptych.evals.data.cases import Case, Footprint, Outcome
 from triptych.evals.metrics.footprint import of_rows
 from triptych.kernels.codec.quantizer import decode, encode
@@ -74,9 +74,12 @@ class SimulatedFormat:
         count = len(case.prompt)
         recent = min(count, self.window_tokens)
         geometry = runner.facts.geometry
-        rows = [(self.format, count - recent), (FORMATS["fp16"], recent)] * geometry.head_rows
         page = default_page_bytes(geometry.head_dim)
-        footprint = of_rows(rows, geometry.head_dim, page, runner.full_bytes(count))
+        runs = [
+            (PageLayout(form, geometry.head_dim, page), [tokens] * geometry.head_rows)
+            for form, tokens in ((self.format, count - recent), (FORMATS["fp16"], recent))
+        ]
+        footprint = of_rows(runs, runner.full_bytes(count))
         return Outcome(logits=logits, tokens=tokens, footprint=footprint)
 
     def _round_old(self, cache: DynamicCache) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from triptych.core.handles import KVHandle
-from triptych.core.layout import PageFormat, PageLayout, page_format
+from triptych.core.layout import PageLayout, page_format
 from triptych.core.pages import PagePlan
 from triptych.evals.data.cases import Footprint
 
@@ -20,18 +20,25 @@ def of_handle(handle: KVHandle, plan: PagePlan) -> Footprint:
     included, and the page table's entries. What all requests share (the free list, a model's mean
     keys) is not.
     """
-    runs = [(page_format(run.format), np.frombuffer(run.tokens, "<i4")) for run in handle.runs]
-    rows = ((form, int(count)) for form, counts in runs for count in counts)
-    return of_rows(rows, plan.geometry.head_dim, plan.page_bytes, plan.raw_bytes(handle.tokens))
+    runs = [
+        (
+            PageLayout(
+                page_format(run.format), plan.geometry.head_dim, plan.page_bytes, parts=run.parts
+            ),
+            np.frombuffer(run.tokens, "<i4").tolist(),
+        )
+        for run in handle.runs
+    ]
+    return of_rows(runs, plan.raw_bytes(handle.tokens))
 
 
-def of_rows(
-    rows: Iterable[tuple[PageFormat, int]], head_dim: int, page_bytes: int, full_bytes: int
-) -> Footprint:
-    """As ``of_handle``, from the tokens of each head row in each format."""
+def of_rows(runs: Iterable[tuple[PageLayout, Iterable[int]]], full_bytes: int) -> Footprint:
+    """As ``of_handle``, from the tokens of each head row in each layout."""
     data = all_in = 0
-    for form, tokens in rows:
-        pages = PageLayout(form, head_dim, page_bytes).pages(tokens)
-        data += tokens * form.read_bytes(head_dim)
-        all_in += pages * (page_bytes + TABLE_ENTRY_BYTES) + TABLE_ENTRY_BYTES
+    for layout, counts in runs:
+        pages = rows = 0
+        for tokens in counts:
+            pages, rows = pages + layout.pages(tokens), rows + 1
+            data += tokens * layout.format.read_bytes(layout.head_dim)
+        all_in += layout.pool_pages(pages) * layout.page_bytes + (pages + rows) * TABLE_ENTRY_BYTES
     return Footprint(full_bytes=full_bytes, data_bytes=data, all_in_bytes=all_in)

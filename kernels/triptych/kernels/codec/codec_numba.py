@@ -18,12 +18,13 @@ from triptych.kernels.codec.vectors import (
 from triptych.kernels.codegen.numba_runtime import fetch_add, kernel, pointer, run_team, team_body
 from triptych.kernels.floats import read_floats
 
-Form = namedtuple("Form", "tokens scores positions keys values")
-"""A page layout: tokens per page, offsets of scores and positions, and ``Part`` of keys, values."""
-FORM_WORDS = 3 + 2 * PART_WORDS
+Form = namedtuple("Form", "tokens scores positions page_bytes parts keys values")
+"""A page layout: tokens per page, offsets of scores and positions, bytes of a page, pages in one of
+the arena, and ``Part`` of keys, values."""
+FORM_WORDS = 5 + 2 * PART_WORDS
 
-SHARED_WORDS = 7
-COUNTER, BAD, ITEMS, ARENA, PAGE_COUNT, PAGE_BYTES, HEAD_DIM = range(SHARED_WORDS)
+SHARED_WORDS = 6
+COUNTER, BAD, ITEMS, ARENA, PAGE_COUNT, HEAD_DIM = range(SHARED_WORDS)
 """Indices of the first words of every job; ``COUNTER`` and ``BAD`` are 0 at the start."""
 
 STORE_FORM = SHARED_WORDS
@@ -85,13 +86,13 @@ def run(job, team, body, threads, alone):
 
 @kernel
 def _form(words):
-    keys, values = part_of(words[3:]), part_of(words[3 + PART_WORDS :])
-    return Form(words[0], words[1], words[2], keys, values)
+    keys, values = part_of(words[5:]), part_of(words[5 + PART_WORDS :])
+    return Form(words[0], words[1], words[2], words[3], words[4], keys, values)
 
 
 @kernel
 def _is_slot(job, form, page, row):
-    return 0 <= page < job[PAGE_COUNT] and 0 <= row < form.tokens
+    return 0 <= page < job[PAGE_COUNT] * form.parts and 0 <= row < form.tokens
 
 
 @kernel
@@ -122,7 +123,7 @@ def _store(job, form, page_id, row, token, head, codes, numbers):
     if not _is_slot(job, form, page_id, row):
         job[BAD] = 1
         return
-    page = job[ARENA] + np.int64(page_id) * job[PAGE_BYTES]
+    page = job[ARENA] + np.int64(page_id) * form.page_bytes
     offset = token * job[TOKEN_STRIDE] + head * job[HEAD_STRIDE]
     read_floats(job[KEY], job[KIND], offset, numbers)
     encode(numbers, form.keys, page, row, codes)
@@ -178,8 +179,8 @@ def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes,
     if not (_is_slot(job, source, old_page, old_row) and _is_slot(job, target, new_page, new_row)):
         job[BAD] = 1
         return
-    old = job[ARENA] + np.int64(old_page) * job[PAGE_BYTES]
-    new = job[ARENA] + np.int64(new_page) * job[PAGE_BYTES]
+    old = job[ARENA] + np.int64(old_page) * source.page_bytes
+    new = job[ARENA] + np.int64(new_page) * target.page_bytes
     recode(
         job[KEY_CONVERSION], source.keys, old, old_row, target.keys, new, new_row, codes, numbers
     )
@@ -272,7 +273,7 @@ def load(address):
             if entry >= job[WIDTH] or not _is_slot(job, form, page_id, row):
                 job[BAD] = 1
                 continue
-            page = job[ARENA] + np.int64(page_id) * job[PAGE_BYTES]
+            page = job[ARENA] + np.int64(page_id) * form.page_bytes
             decode(form.keys, page, row, codes, keys[item])
             decode(form.values, page, row, codes, values[item])
             positions[item] = _word(page + form.positions, row)[0]

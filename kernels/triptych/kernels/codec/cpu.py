@@ -229,7 +229,8 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
     key_strides = (layout.tokens, 1) if is_channel_major(layout) else (1, key_bytes)
     keys = (offsets[0], *key_strides, offsets[1], form.key_bits, form.key_groups)
     values = (offsets[2], 1, value_bytes, offsets[3], form.value_bits, form.value_groups)
-    return (layout.tokens, offsets[4], offsets[5], *_coded(*keys), *_coded(*values))
+    page = layout.size_bytes, layout.parts
+    return (layout.tokens, offsets[4], offsets[5], *page, *_coded(*keys), *_coded(*values))
 
 
 @cache
@@ -251,7 +252,7 @@ def _append_words(arena: Tensor, section: Section) -> tuple[Words, Words]:
     """The words of pages and of the page table in a job of ``append_tokens``."""
     layout = section.layout
     check_arena(arena, layout)
-    shared = arena.data_ptr(), *arena.shape, layout.head_dim
+    shared = arena.data_ptr(), arena.shape[0], layout.head_dim
     return (*shared, *form_words(layout)), _table_words(section)
 
 
@@ -289,7 +290,7 @@ def _dense(vectors: Tensor) -> Tensor:
 
 
 def _job(arena: Tensor, head_dim: int, items: int, *words: int) -> np.ndarray:
-    return _packed(0, 0, items, arena.data_ptr(), *arena.shape, head_dim, *words)
+    return _packed(0, 0, items, arena.data_ptr(), arena.shape[0], head_dim, *words)
 
 
 def _packed(*words: int) -> np.ndarray:

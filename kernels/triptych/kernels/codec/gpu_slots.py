@@ -180,7 +180,7 @@ def named_slots(arena, page_count, pages, rows, item, items, FORM: tl.constexpr)
     in_range = item < items
     page = tl.load(pages + item, mask=in_range, other=-1)
     row = tl.load(rows + item, mask=in_range, other=0)
-    live = (page >= 0) & (page < page_count) & (row >= 0) & (row < FORM.tokens)
+    live = (page >= 0) & (page < page_count * FORM.parts) & (row >= 0) & (row < FORM.tokens)
     page = tl.where(live, page, 0)
     return arena + page.to(tl.int64) * FORM.page_bytes, tl.where(live, row, 0), live
 
@@ -197,7 +197,7 @@ def placed_slots(
         column = width - 1 - column
     at = slot.to(tl.int64) * by_slot + head * by_head + column * by_page
     page = tl.load(pages + at, mask=named, other=-1)
-    live = (page >= 0) & (page < page_count)
+    live = (page >= 0) & (page < page_count * FORM.parts)
     page = tl.where(live, page, 0)
     row = tl.where(live, place % FORM.tokens, 0)
     return arena + page.to(tl.int64) * FORM.page_bytes, row, live

@@ -141,7 +141,7 @@ def _attend(
         raise ConfigError("decode attention: a slot, a token count or a page id is out of range")
 
 
-JOB = Struct("16q 3d 9q")
+JOB = Struct("14q 3d 9q")
 """The fields of ``flash_decoding.Job`` that are set here."""
 
 NO_LISTS = (0,) * 8
@@ -180,9 +180,10 @@ def _table(arena: Tensor, sections: Sequence[Section], spec: StepSpec) -> Table:
         _check_section(section, kv_heads, dim)
     flags = transform.window > 0, transform.softcap > 0, is_scoring
     steps = [PageStep(section.layout, group, *flags) for section in sections]
-    words = np.array([_words(*each) for each in zip(sections, steps, strict=True)], np.int64)
+    count = len(arena)
+    words = np.array([_words(*each, count) for each in zip(sections, steps, strict=True)], np.int64)
     scratch = max(scratch_floats(step) for step in steps)
-    shared = arena.data_ptr(), *arena.shape, kv_heads, group, dim, scratch
+    shared = arena.data_ptr(), kv_heads, group, dim, scratch
     return Table(kv_heads, (*shared, words.ctypes.data, len(words), *transform.factors), words)
 
 
@@ -200,7 +201,7 @@ def _check_section(section: Section, kv_heads: int, dim: int) -> None:
         )
 
 
-def _words(section: Section, step: PageStep) -> tuple[int, ...]:
+def _words(section: Section, step: PageStep, arena_pages: int) -> tuple[int, ...]:
     """A section as words; ``flash_decoding`` has the names of the columns."""
     pages, tokens = section.pages, section.tokens
     slot, head, entry = pages.stride()
@@ -217,4 +218,6 @@ def _words(section: Section, step: PageStep) -> tuple[int, ...]:
         tokens.data_ptr(),
         *tokens.stride(),
         min(tokens.shape[0], pages.shape[0]),
+        section.layout.size_bytes,
+        arena_pages * section.layout.parts,
     )

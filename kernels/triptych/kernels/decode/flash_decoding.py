@@ -17,8 +17,8 @@ from triptych.kernels.codegen.numba_runtime import (
 )
 
 STEP, PAGE_TOKENS, WIDTH, PAGES, PAGES_SLOT, PAGES_HEAD, PAGES_ENTRY = range(7)
-TOKENS, TOKENS_SLOT, TOKENS_HEAD, SLOTS = range(7, 11)
-SECTION_COLUMNS = 11
+TOKENS, TOKENS_SLOT, TOKENS_HEAD, SLOTS, PAGE_BYTES, PAGE_COUNT = range(7, 13)
+SECTION_COLUMNS = 13
 """Number of columns of the table of sections: addresses, and strides in elements."""
 
 SERIAL_PAGES = 64
@@ -30,7 +30,7 @@ requests of the batch."""
 Job = namedtuple(
     "Job",
     "query out slots positions lse rows window"
-    " arena page_count page_bytes kv_heads group dim scratch_floats sections section_count"
+    " arena kv_heads group dim scratch_floats sections section_count"
     " scale cap weight"
     " list_rows list_count ordinals list_stride list_head list_entries counts count_slot count_head"
     " runs run_count partial counter bad",
@@ -72,10 +72,10 @@ def _job(address):
     numbers = carray(pointer(address), JOB_WORDS, np.float64)
     return Job(
         words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7],
-        words[8], words[9], words[10], words[11], words[12], words[13], words[14], words[15],
-        np.float32(numbers[16]), np.float32(numbers[17]), np.float32(numbers[18]),
-        words[19], words[20], words[21], words[22], words[23], words[24], words[25], words[26],
-        words[27], words[28], words[29], words[30], words[31], words[32],
+        words[8], words[9], words[10], words[11], words[12], words[13],
+        np.float32(numbers[14]), np.float32(numbers[15]), np.float32(numbers[16]),
+        words[17], words[18], words[19], words[20], words[21], words[22], words[23], words[24],
+        words[25], words[26], words[27], words[28], words[29], words[30],
     )  # fmt: skip
 
 
@@ -224,9 +224,9 @@ def _attend_run(job, run, query, state, scratch):
             return False
         index, section = ordinal - begin, sections[which]
         entry = carray(pointer(table + 4 * index * section[PAGES_ENTRY]), 1, np.int32)
-        if entry[0] < 0 or entry[0] >= job.page_count:
+        if entry[0] < 0 or entry[0] >= section[PAGE_COUNT]:
             return False
-        upcoming = job.arena + np.int64(entry[0]) * job.page_bytes
+        upcoming = job.arena + np.int64(entry[0]) * section[PAGE_BYTES]
         if live > 0:
             call_page_step(
                 step, page, upcoming, live, query.ctypes.data, state.ctypes.data,

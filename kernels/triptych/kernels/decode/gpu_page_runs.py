@@ -36,7 +36,7 @@ def page_at(
         column = width - 1 - index
     is_named = (index >= 0) & (index < width)
     page = tl.load(table + column.to(tl.int64) * stride, mask=is_named, other=-1)
-    is_known = is_named & (page >= 0) & (page < page_count)
+    is_known = is_named & (page >= 0) & (page < page_count * FORM.parts)
     return arena + tl.where(is_known, page, 0).to(tl.int64) * FORM.page_bytes, is_known
 
 

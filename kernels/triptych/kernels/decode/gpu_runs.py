@@ -12,13 +12,16 @@ from triptych.kernels.triton.page_access import (
     held_of,
     key_units,
     listed_of,
+    metadata_of,
     positions_of,
     row_of,
     slots_of,
     split_query,
     tile_logits,
+    unit_of,
     value_units,
 )
+from triptych.kernels.triton.unpack import half_of
 
 
 @triton.jit
@@ -98,7 +101,7 @@ def attend_run(
         pages = tl.minimum((count + FORM.tokens - 1) // FORM.tokens, width)
         entries, has_list, count = listed_of(page_lists, base, count, pages, FORM.tokens, CHUNK)
         listed = (entries, has_list)
-    SPAN: tl.constexpr = FORM.tokens if FORM.key_bits < 16 else TILE
+    SPAN: tl.constexpr = TILE if FORM.by_tile else FORM.tokens
     first_tile, last_tile = tiles_of(count, run, RUNS, SPAN)
     group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
     first_high, first_low, second_high, second_low, total, unit = split_query(
@@ -106,21 +109,21 @@ def attend_run(
     )
     factor = unit * scale
     oldest = oldest_of(positions, window)
-    if FORM.key_bits < 16:
+    if FORM.by_tile:
+        peak, weight_sum, out_0 = attend_tokens(
+            first_high, first_low, total, factor, cap, oldest, positions is not None, arena,
+            page_count, table, width, by_page, count, first_tile, last_tile, listed, base, FORM,
+            BACKWARD, HEADS, TILE, EXACT, CAPPED,
+        )  # fmt: skip
+        out_1 = out_0
+        out_2 = out_0
+        out_3 = out_0
+    else:
         peak, weight_sum, out_0, out_1, out_2, out_3 = attend_pages(
             first_high, first_low, second_high, second_low, total, factor, cap, oldest,
             positions is not None, arena, page_count, table, width, by_page, count, first_tile,
             last_tile, listed, base, FORM, BACKWARD, HEADS, EXACT, CAPPED,
         )  # fmt: skip
-    else:
-        peak, weight_sum, out_0 = attend_tokens(
-            first_high, first_low, factor, cap, oldest, positions is not None, arena, page_count,
-            table, width, by_page, count, first_tile, last_tile, listed, base, FORM, BACKWARD,
-            HEADS, TILE, EXACT, CAPPED,
-        )  # fmt: skip
-        out_1 = out_0
-        out_2 = out_0
-        out_3 = out_0
     heads = tl.arange(0, HEADS)
     slot_of_run = (group + heads) * all_runs + tl.program_id(0)
     tl.store(peaks + slot_of_run, peak, mask=heads < G)
@@ -138,12 +141,12 @@ def attend_run(
 
 @triton.jit
 def attend_tokens(
-    high, low, factor, cap, oldest, is_windowed: tl.constexpr, arena, page_count, table, width,
-    stride, count, first, last, listed, base,
+    high, low, total, factor, cap, oldest, is_windowed: tl.constexpr, arena, page_count, table,
+    width, stride, count, first, last, listed, base,
     FORM: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the tiles ``first`` to ``last`` of 16-bit pages, which are short.
+    """Softmax over the tiles ``first`` to ``last`` of short pages: 16-bit, or small K8V8 pages.
 
     Returns peak, sum of weights, and unnormalised output.
     """
@@ -158,7 +161,13 @@ def attend_tokens(
             BACKWARD, TILE, listed, base,
         )  # fmt: skip
         logits = tl.zeros([TILE, HEADS], tl.float32)
-        logits = added(logits, key_units(page, row, live, FORM), high, low, EXACT)
+        codes = key_units(page, row, live, FORM)
+        if FORM.key_bits == 8:
+            logits = added(logits, half_of(codes), high, low, EXACT)
+            key_scale, key_zero = metadata_of(page, row, live, FORM, True)
+            logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
+        else:
+            logits = added(logits, codes, high, low, EXACT)
         logits = capped(logits * factor[None, :], cap, CAPPED)
         shown = live
         if is_windowed:
@@ -171,9 +180,17 @@ def attend_tokens(
         weights = tl.exp2(logits - start[None, :])
         rescale = tl.exp2(before - start)
         mass = mass * rescale + tl.sum(weights, 0)
-        first_part, second_part = halves(weights)
         units = value_units(page, row, live, FORM)
-        part = added(tl.zeros_like(out), tl.trans(units), first_part, second_part, EXACT)
+        if FORM.value_bits == 8:
+            scale, zero = metadata_of(page, row, live, FORM, False)
+            unit = tl.max(unit_of(scale)[0], 0)
+            first_part, second_part = halves(weights * (scale / unit)[:, None])
+            codes = tl.trans(half_of(units))
+            part = added(tl.zeros_like(out), codes, first_part, second_part, EXACT)
+            part = part * unit + tl.sum(weights * zero[:, None], 0)[None, :]
+        else:
+            first_part, second_part = halves(weights)
+            part = added(tl.zeros_like(out), tl.trans(units), first_part, second_part, EXACT)
         out = tl.fma(out, rescale[None, :], part)
     return peak, mass, out
 

@@ -42,7 +42,7 @@ def summarize_pages(
     check_indices(pages, rows, columns)
     pages, rows, columns = pages.contiguous(), rows.contiguous(), columns.contiguous()
     memory, words = summaries.memory, form_words(layout)
-    tokens, _, positions, *parts = words
+    tokens, _, positions, _, _, *parts = words
     job = np.array(
         (
             0,
@@ -186,4 +186,5 @@ def _words(
         slots = min(slots, memory.shape[0])
         known = (memory.data_ptr(), *memory.stride()[:2], memory.shape[2])
     room = section.layout.tokens, section.pages.shape[2]
-    return *room, tokens.data_ptr(), *tokens.stride(), slots, *known
+    parts = section.layout.parts
+    return *room, tokens.data_ptr(), *tokens.stride(), slots, *known, parts

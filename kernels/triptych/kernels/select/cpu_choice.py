@@ -21,8 +21,8 @@ from triptych.kernels.select.cpu_summaries import block_of
 from triptych.kernels.select.summary import BLOCKS, POSITIONS, TILE_PAGES, WHOLE
 
 ROOM, WIDTH, TOKENS, TOKENS_SLOT, TOKENS_HEAD, COUNT_SLOTS = range(6)
-TILE_AT, TILE_SLOT, TILE_HEAD, TILE_COUNT = range(6, 10)
-SECTION_COLUMNS = 10
+TILE_AT, TILE_SLOT, TILE_HEAD, TILE_COUNT, PARTS = range(6, 11)
+SECTION_COLUMNS = 11
 """Number of columns of the table of sections; without summaries ``TILE_AT`` is 0."""
 
 BUDGET_STEP_SIZE = WHOLE // BUDGET_STEPS
@@ -91,13 +91,13 @@ def _choose(job, sections, row, keys, found, query, masses):
     place = np.int64(_word(job.list_rows, request))
     if place >= job.list_count:
         return False
-    pages, forced, tokens = _mark_required(
+    pages, forced, small, tokens = _mark_required(
         job, sections, slot, head, _word(job.positions, request), keys
     )
     if pages < 0:
         return False
     share = _share(job, head, tokens)
-    budget = min(pages, max(forced, -(-pages * share // WHOLE)))
+    budget = min(pages, max(forced, small - (small - pages) * share // WHOLE))
     if budget > job.list_entries:
         return False
     if budget < pages or job.scores:
@@ -151,19 +151,20 @@ def _tokens(section, slot, head):
 def _mark_required(job, sections, slot, head, position, keys):
     """Set the keys of pages that are always read to ``FORCED``, those of others to ``LOWEST``.
 
-    Returns: pages of the row, -1 if a section has no such row; forced pages; tokens of the row
+    Returns: pages of the row, -1 if a section has no such row; forced pages; how many fewer pages
+             of the arena they are; tokens of the row
     """
-    pages = forced = total = np.int64(0)
+    pages = forced = small = total = np.int64(0)
     newest = np.int32(position - job.window)
     for section in sections:
         if not 0 <= slot < section[COUNT_SLOTS]:
-            return np.int64(-1), forced, total
+            return np.int64(-1), forced, small, total
         tokens = _tokens(section, slot, head)
         count, full = -(-tokens // section[ROOM]), _competing(section, tokens)
         if tokens < 0 or count > section[WIDTH]:
-            return np.int64(-1), forced, total
+            return np.int64(-1), forced, small, total
         if full > section[TILE_COUNT] * TILE_PAGES:
-            return np.int64(-1), forced, total
+            return np.int64(-1), forced, small, total
         for first in range(0, full, TILE_PAGES):
             at = _tile(job, section, slot, head, first)
             at += TILE_PAGES * (job.codes * job.dim + 4 * job.numbers)
@@ -175,8 +176,9 @@ def _mark_required(job, sections, slot, head, position, keys):
         keys[pages + full : pages + count] = FORCED
         forced += count - full
         pages += count
+        small += count - -(-count // section[PARTS])
         total += tokens
-    return pages, forced, total
+    return pages, forced, small, total
 
 
 @kernel

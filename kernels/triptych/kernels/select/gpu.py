@@ -130,7 +130,13 @@ def plan(
         (1, kv_heads, rows),
         (*given, places, *found, *how, wanted, head_budgets, rule.keep, rule.budget_tokens,
          float(rule.omitted_mass)),
-        constants | {"FUSED": is_fused, "CHUNK": chunk, "GROUP": power_of_two(group)},
+        constants
+        | {
+            "PARTS": tuple(section.layout.parts for section in sections),
+            "FUSED": is_fused,
+            "CHUNK": chunk,
+            "GROUP": power_of_two(group),
+        },
     )  # fmt: skip
     if is_fused:
         return [choose]

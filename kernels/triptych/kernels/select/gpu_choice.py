@@ -24,8 +24,8 @@ DIGITS = tl.constexpr(256)
 def choose_pages(
     query, slots, positions, sections, scores, by_row, by_head, means, all_pages,
     scale, deviations, sinks, window, page_lists, head_budgets, keep, budget, omitted,
-    KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, SPAN: tl.constexpr,
+    KNOWN: tl.constexpr, PARTS: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SPAN: tl.constexpr,
     FUSED: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write the page lists of the requests that have one. Grid: 1, KV heads, requests.
@@ -36,7 +36,7 @@ def choose_pages(
     request, head = tl.program_id(2), tl.program_id(1)
     place = tl.load(rows + request)
     if (place >= 0) & (place < row_count):
-        total, tokens = 0, 0
+        total, small, tokens = 0, 0, 0
         if FUSED:
             query_stats = query_stats_of(query, scale, G, HEADS, DIM)
         for at in tl.static_range(len(sections)):
@@ -49,11 +49,13 @@ def choose_pages(
                         KNOWN[at], IS_BOX, G, HEADS, DIM, SPAN,
                     )  # fmt: skip
             total += pages
+            small += pages - (pages + PARTS[at] - 1) // PARTS[at]
             tokens += count
         if FUSED:
             tl.debug_barrier()  # threads read scores that others wrote
         found = scores + request.to(tl.int64) * by_row + head * by_head
-        wanted = tl.minimum(share_of(total, tokens, head_budgets, keep, budget), total)
+        share = share_of(total - small, tokens, head_budgets, keep, budget)
+        wanted = tl.minimum(share + small, total)
         wanted = tl.maximum(wanted, always_read(found, total, CHUNK))
         if means is not None:
             row = (request * tl.num_programs(1) + head).to(tl.int64)

@@ -172,7 +172,11 @@ def select_pages(
             row = _row(sections, summaries, slot, head)
             found = _scores(grouped[request, head], row, int(positions[request]), rule)
             tokens = sum(int(section.tokens[slot, head]) for section in sections)
-            count = rule.pages(len(found), tokens, steps[head])
+            held = [
+                (part.layout, part.layout.pages(int(part.tokens[slot, head]))) for part in sections
+            ]
+            small = sum(pages - layout.pool_pages(pages) for layout, pages in held)
+            count = rule.pages(len(found), tokens, steps[head], small)
             if rule.omitted_mass > 0:
                 masses = expected_shares(grouped[request, head], row)
                 count = max(count, count_for_mass(found, masses, rule.omitted_mass))

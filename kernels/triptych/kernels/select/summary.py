@@ -126,7 +126,8 @@ def _split(part: Tensor, *sizes: int) -> Tensor:
 class Rule:
     """How many pages of a head row are read, and which pages are always read.
 
-    All pages have the same size, so a share of the pages is a share of the bytes. Always read are
+    Small pages count as the pages of the arena that they fill, so a share of the pages is a share
+    of the bytes. Always read are
     pages with one of the first ``sink_tokens`` positions or of the newest ``window_tokens``, the
     last page of each section, and sections without summaries. They count towards the number.
     """
@@ -159,15 +160,18 @@ class Rule:
             omitted_mass=omitted_mass,
         )
 
-    def pages(self, pages: int, tokens: int, head_budgets: Sequence[int] = ()) -> int:
+    def pages(
+        self, pages: int, tokens: int, head_budgets: Sequence[int] = (), small: int = 0
+    ) -> int:
         """Number of pages to read of a head row of ``pages`` pages and ``tokens``, rounded up.
 
+        ``small``: how many fewer pages of the arena these are, since small pages share one.
         ``head_budgets``: the share of this head, in parts of ``WHOLE``, for each mean share of
         0, 1, ... ``BUDGET_STEPS`` parts of ``BUDGET_STEPS``; empty: the mean share.
         """
         mean = min(WHOLE, max(self.keep, self.budget_tokens * WHOLE // max(1, tokens)))
         own = interpolate(head_budgets, mean) if head_budgets else mean
-        return min(pages, -(-pages * own // WHOLE))
+        return min(pages, small - (small - pages) * own // WHOLE)
 
 
 def interpolate(head_budgets: Sequence[int], mean: int) -> int:

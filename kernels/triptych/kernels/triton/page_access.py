@@ -107,7 +107,7 @@ def slots_of(
         column = width - 1 - index
     named = live & (index >= 0) & (index < width)
     page = tl.load(table + column.to(tl.int64) * stride, mask=named, other=-1)
-    known = named & (page >= 0) & (page < page_count)
+    known = named & (page >= 0) & (page < page_count * FORM.parts)
     offset = tl.where(known, page, 0).to(tl.int64) * FORM.page_bytes
     return arena + offset, row, known, live & (known == 0)
 

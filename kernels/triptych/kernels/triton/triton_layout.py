@@ -27,6 +27,8 @@ class Form:
     """
 
     page_bytes: int
+    parts: int
+    """Pages of this layout in one page of the arena."""
     tokens: int
     dim: int
     key_bits: int
@@ -48,6 +50,8 @@ class Form:
     positions: int
     page_tile: int
     """The smallest power of two that is at least ``tokens`` and ``MIN_DOT``."""
+    by_tile: bool
+    """Whether decode attention reads tiles of tokens of several pages, since a page has few."""
     has_asm: bool
     """Whether kernels may use the assembly of NVIDIA's GPUs."""
 
@@ -79,7 +83,8 @@ def _form_of(layout: PageLayout, has_asm: bool) -> Form:
     )
     key_strides = (1, layout.tokens) if is_channel_major(layout) else (key_units, 1)
     return Form(
-        page_bytes=layout.page_bytes,
+        page_bytes=layout.size_bytes,
+        parts=layout.parts,
         tokens=layout.tokens,
         dim=dim,
         key_bits=form.key_bits,
@@ -96,6 +101,8 @@ def _form_of(layout: PageLayout, has_asm: bool) -> Form:
         scores=at[4],
         positions=at[5],
         page_tile=max(MIN_DOT, power_of_two(layout.tokens)),
+        by_tile=form.key_bits == 16
+        or (layout.tokens < MIN_DOT and form.key_bits == form.value_bits == 8),
         has_asm=has_asm,
     )
 

@@ -253,7 +253,8 @@ class Pool:
 
         ``about`` and ``shares`` have one entry per commit, in the same order, or none. The last
         pages of a commit may be some of its shared pages; without an entry, those of an ending
-        lease with the same label. The new lease has the pin from then on.
+        lease with the same label. The new lease has the pin from then on. It has the tenant of the
+        lease with the same label that it takes pages of, or that ends, unless ``about`` has one.
 
         The pages may come from the worker's extent and from its request leases, in any mix. The
         pages left in the released leases become free, or with ``keep`` part of the worker's
@@ -275,7 +276,8 @@ class Pool:
         for lease in ending:
             if lease.share and lease.share.pin in passed:
                 lease.share = None
-        tenants = {lease.label: lease.about.tenant for lease, _ in sources} if sources else {}
+        continued = [*ending, *(lease for lease, _ in sources)]
+        tenants = {lease.label: lease.about.tenant for lease in continued}
         lease_refs = list[LeaseRef]()
         for index, (label, _) in enumerate(commits):
             told = about[index] if about else NOTHING_TOLD

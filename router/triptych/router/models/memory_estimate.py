@@ -17,10 +17,10 @@ class RequestBytes:
 
     encoded: int
     """What there is beside them at most: new pages that the compressor fills while it still reads
-    the raw ones, and what stays raw of layers that are encoded."""
+    the raw ones."""
 
     compressed: int
-    """What the decode stage takes over: encoded pages, and the raw ones of sink and window."""
+    """What the decode stage takes over: encoded pages, and small ones of sink and window."""
 
     growth: int
     """What ``max_tokens`` more tokens can add to ``compressed`` pages, however full they are."""
@@ -76,12 +76,11 @@ class ByteModel:
     A head row is one (layer, KV head). What makes the numbers bounds is how the stages handle
     a row (``PagePlan``):
 
-    - Prefill writes the whole prompt to raw pages; those of the sink and of the window stay raw.
-    - A raw page in between is encoded once all its tokens are older than the window. High
-      pages hold the fewest tokens, and a row with two classes has at most one page more than
-      if all its tokens were high.
-    - One more raw page per row is allowed for: a page that is being encoded is held until
-      its copy is complete.
+    - Prefill writes the whole prompt to raw pages. The compressor moves all its tokens.
+    - Tokens older than the window are in high or low pages. High pages hold the fewest tokens,
+      and a row with two classes has at most one page more than if all its tokens were high.
+    - Sink and window are in small pages, which decode reuses, and so are older tokens that are
+      fewer than take the bytes of a high page.
     - A 16-bit policy encodes nothing: raw pages are the final ones.
 
     >>> from triptych.core.layout import Geometry
@@ -98,10 +97,10 @@ class ByteModel:
         """Bound a request of ``prompt_tokens`` and up to ``max_tokens`` output tokens."""
         return RequestBytes(
             raw=self._bytes(self.plan.raw.pages(prompt_tokens)),
-            encoded=self._bytes(self._encoded_pages(prompt_tokens)),
-            compressed=self._bytes(self._decode_pages(prompt_tokens)),
-            growth=self._bytes(self._growth_pages(prompt_tokens, max_tokens)),
-            grown=self._bytes(self._decode_pages(prompt_tokens + max_tokens)),
+            encoded=self._decode_bytes(prompt_tokens) if self.plan.compresses else 0,
+            compressed=self._decode_bytes(prompt_tokens),
+            growth=self._growth_bytes(prompt_tokens, max_tokens),
+            grown=self._decode_bytes(prompt_tokens + max_tokens),
         )
 
     def estimate_in_parts(self, prompt_tokens: int, max_tokens: int) -> RequestBytes | None:
@@ -113,9 +112,14 @@ class ByteModel:
         if 2 * at_once >= every:
             return None
         whole = self.estimate(prompt_tokens, max_tokens)
-        kept = self._bytes(self.plan.raw_pages(prompt_tokens))
-        raw = whole.raw * 2 * at_once // every
-        return replace(whole, raw=raw, encoded=whole.encoded + kept)
+        more = every * self.plan.page_bytes  # a page of small pages that is not full, of each group
+        return replace(
+            whole,
+            raw=whole.raw * 2 * at_once // every,
+            encoded=whole.encoded + more,
+            compressed=whole.compressed + more,
+            grown=whole.grown + more,
+        )
 
     def limits(
         self, capacity_bytes: int, context_tokens: int, *, is_layerwise: bool
@@ -150,18 +154,29 @@ class ByteModel:
         """High and low pages of a row of ``tokens`` tokens."""
         if not self.plan.compresses:
             return 0
-        raw = self.plan.sink_tokens + self.plan.policy.window_tokens
-        return self.plan.most_pages(max(0, tokens - raw))
+        older = tokens - self._fewest_recent
+        return self.plan.most_pages(older) if older >= self.plan.retire_tokens else 0
 
-    def _decode_pages(self, tokens: int) -> int:
-        transition = 1 if self.plan.compresses else 0
-        return self._encoded_pages(tokens) + self.plan.raw_pages(tokens) + transition
+    @property
+    def _fewest_recent(self) -> int:
+        """Tokens that are never in high or low pages."""
+        return self.plan.sink_tokens + self.plan.policy.window_tokens
 
-    def _growth_pages(self, tokens: int, more: int) -> int:
-        """Pages of a row that ``more`` tokens can add, wherever its last pages end."""
-        raw = self.plan.raw
-        if not self.plan.compresses:
-            return raw.pages(tokens + more) - raw.pages(tokens)
-        fewest = self.plan.sink_tokens + self.plan.policy.window_tokens
-        more_raw = self.plan.raw_pages(tokens + more) + 1 - raw.pages(min(tokens, fewest))
-        return self.plan.most_pages(more) + more_raw
+    def _decode_bytes(self, tokens: int) -> int:
+        """Pages of ``tokens`` tokens in the decode stage."""
+        plan, rows = self.plan, self.plan.geometry.head_rows
+        return plan.stored_bytes(
+            rows * plan.recent_pages(tokens), rows * self._encoded_pages(tokens)
+        )
+
+    def _growth_bytes(self, tokens: int, more: int) -> int:
+        """Pages that ``more`` tokens can add, wherever the last pages of a row end."""
+        plan, rows = self.plan, self.plan.geometry.head_rows
+        if not plan.compresses:
+            return self._bytes(plan.raw.pages(tokens + more) - plan.raw.pages(tokens))
+        recent = plan.recent_pages(tokens + more) - plan.recent.pages(
+            min(tokens, self._fewest_recent)
+        )
+        retires = more > 0 and tokens + more > plan.full_recent_tokens
+        leaving = more + plan.retire_tokens if retires else 0
+        return plan.stored_bytes(rows * recent, rows * plan.most_pages(leaving))

@@ -93,7 +93,9 @@ def test_transcoding_writes_the_bytes_of_the_reference(
     assert torch.equal(got.cpu(), want)
 
 
-@pytest.mark.parametrize(("source", "target"), list(product(FORMATS, FORMATS)))
+@pytest.mark.parametrize(
+    ("source", "target"), [*product(FORMATS, FORMATS), ("fp16", "k8v8/8"), ("k8v8/8", "k8v4")]
+)
 def test_moving_tokens_writes_the_bytes_of_the_reference(
     source: str, target: str, device: Any
 ) -> None:
@@ -108,7 +110,7 @@ def test_moving_tokens_writes_the_bytes_of_the_reference(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "k8v8/8"])
 def test_appending_writes_the_bytes_of_the_reference(
     name: str, dtype: torch.dtype, device: Any
 ) -> None:

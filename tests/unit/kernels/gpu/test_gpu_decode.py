@@ -107,6 +107,19 @@ def test_sections_of_several_formats_are_one_softmax(
     check(device, torch.randn(2, 6, head_dim).to(dtype), cache.arena, stored)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["k8v8/8", "fp16/4", "k8v4/4"])
+def test_small_pages_are_one_softmax_with_whole_ones(
+    name: str, dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=60)
+    stored = [
+        cache.fill(name, [[37, 1], [3, 20]], order="token").section,
+        cache.fill("k8v4", [[90, 0], [0, 64]], order="token").section,
+    ]
+    check(device, torch.randn(2, 6, 64).to(dtype), cache.arena, stored)
+
+
 def test_a_long_row_split_into_runs_gives_the_same_output(device: Any, new_cache: NewCache) -> None:
     cache = new_cache(64, pages=100)
     stored = [cache.fill("k8v4", [[1500], [3]]).section, cache.fill("fp16", [[60], [1]]).section]

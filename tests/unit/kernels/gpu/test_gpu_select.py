@@ -23,7 +23,7 @@ from triptych.kernels.triton import triton_layout
 
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""
-MIXED = {"k8v4": [[200, 0], [32, 170]], "k4v2": [[57, 300], [0, 56]], "fp16": [[20, 14], [13, 1]]}
+MIXED = {"k8v4": [[200, 0], [32, 170]], "k4v2": [[57, 300], [0, 56]], "k8v8/8": [[20, 14], [39, 1]]}
 POSITION = 150
 
 

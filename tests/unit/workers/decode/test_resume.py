@@ -48,6 +48,7 @@ from triptych.workers.device import CPU, Device
 from triptych.workers.factory import load_model, make_engines
 from triptych.workers.kv import block_table
 from triptych.workers.kv.block_table import SectionTable
+from triptych.workers.kv.handle_codec import pool_pages
 from triptych.workers.models.facts import describe
 
 SLOTS, CONTEXT, ANSWER = 3, 256, 40
@@ -554,8 +555,10 @@ def test_a_suspended_request_holds_nothing_but_its_pages(stages: Stages) -> None
     client = Client()
     client.hear(engine.accept(Preempt(requests=(request.id, "unknown"))) or ())
     [offer] = client.suspended
+    limit = stages.pool.capacity_pages
     pages = sum(
-        len(page_ranges.unpack(run.pages, stages.pool.capacity_pages)) for run in offer.handle.runs
+        len(pool_pages(page_ranges.unpack(run.pages, run.parts * limit), run.parts))
+        for run in offer.handle.runs
     )
     assert stages.pool.stat().by_request == {request.id: pages}
     assert engine.requests() == []

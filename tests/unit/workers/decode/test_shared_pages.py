@@ -40,8 +40,8 @@ from triptych.core.messages import (
 from triptych.core.pages import PagePlan
 from triptych.core.schema import build
 from triptych.kvpool import LocalPool, PrefixSettings
-from triptych.kvpool.rpc import page_ranges
 from triptych.workers.factory import load_model, make_engines, prefix_store
+from triptych.workers.kv.handle_codec import copied_handle, pages_by_run
 from triptych.workers.kv.prefix_cache import PrefixStore
 from triptych.workers.local import LocalServer
 from triptych.workers.models.facts import describe
@@ -132,19 +132,14 @@ class Sharing(Stages):
     def copied(self, join: Join) -> Join:
         """The same bytes in pages of the request's own, as on another node."""
         handle = join.handle
-        parts = [page_ranges.unpack(one.pages, self.pool.capacity_pages) for one in handle.runs]
-        ids = np.concatenate(parts)
+        limit = self.pool.capacity_pages
+        ids = np.concatenate(pages_by_run(handle, limit))
         self.pool.attach([(handle.lease_ref, ids)])
         mine = self.pool.allocate(ids.size)
         self.pool.arena.data[mine] = self.pool.arena.data[ids]
         (lease_ref,) = self.pool.handoff([(join.request.id, mine)], [handle.lease_ref.lease])
         assert lease_ref.shared == 0
-        ends = np.cumsum([part.size for part in parts])[:-1]
-        moved = tuple(
-            replace(one, pages=page_ranges.pack(pages))
-            for one, pages in zip(handle.runs, np.split(mine, ends), strict=True)
-        )
-        return replace(join, handle=replace(handle, lease_ref=lease_ref, runs=moved))
+        return replace(join, handle=copied_handle(handle, limit, lease_ref, mine))
 
     def digest(self) -> str:
         return sha256(self.pool.arena.data[self.common].tobytes()).hexdigest()

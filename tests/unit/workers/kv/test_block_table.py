@@ -17,8 +17,9 @@ from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU
 from triptych.workers.kv.block_table import PageTable, Sections
 from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.kv.handle_codec import small_pages
 
-SLOTS, LONGEST, PAGES = 3, 200, 52
+SLOTS, LONGEST, PAGES = 3, 200, 40
 
 
 def policy(alpha_high: float, alpha_low: float, window: int) -> Policy:
@@ -45,9 +46,11 @@ class Slots:
         memory = DevicePages(CPU, self.arena, self.arena)
         self.window = Window(memory, checkpoint, Sections(checkpoint.tables, CPU))
         self.tables = checkpoint.tables
-        self.raw, self.high, self.low = checkpoint.tables
+        self.recent, self.high, self.low = checkpoint.tables
         self.seen = dict[int, int]()
         self.taken = {slot: list[int]() for slot in range(SLOTS)}
+        self.unused = {slot: list[int]() for slot in range(SLOTS)}
+        """Empty recent pages of each slot."""
 
     def step(self, slot: int) -> None:
         """One more token; raises PoolExhausted."""
@@ -56,13 +59,13 @@ class Slots:
         if self.window.is_full(int(at[0])):
             retirement = self.window.prepare(at, [self.seen[slot]])
             self._grow(self.checkpoint.class_table, at, retirement.plan.counts)
-            self.window.apply(retirement)
-        elif self.raw.length(slot) % self.raw.layout.tokens == 0:
-            self._grow(self.checkpoint.raw_table, at, self.checkpoint.raw_table.tokens_plus_one(at))
-        column, row = divmod(int(self.raw.tokens[0, slot, 0]), self.raw.layout.tokens)
-        self.raw.tokens[:, slot] += 1
-        parts = segments(self.arena, self.plan.raw)
-        for page in self.raw.pages[:, slot, :, column].ravel().tolist():
+            self.unused[slot] += self.window.apply(retirement)[0].tolist()
+        if self.recent.length(slot) % self.recent.layout.tokens == 0:
+            self._grow_recent(self.checkpoint.recent_table, at)
+        column, row = divmod(int(self.recent.tokens[0, slot, 0]), self.recent.layout.tokens)
+        self.recent.tokens[:, slot] += 1
+        parts = segments(self.arena, self.plan.recent)
+        for page in self.recent.pages[:, slot, :, column].ravel().tolist():
             parts.positions[page, row] = self.seen[slot]
             parts.scores[page, row] = random.choice([0.0, 0.1, 0.5, 5.0])
         self.seen[slot] += 1
@@ -71,17 +74,21 @@ class Slots:
         self.free.free(np.array(self.taken[slot], np.int32))
         for table in self.tables:
             table.clear(slot)
-        self.taken[slot] = []
+        self.taken[slot], self.unused[slot] = [], []
         self.seen.pop(slot, None)
 
     def held(self, slot: int) -> list[int]:
-        """Every page that a table names."""
-        ids = list[int]()
-        for table in self.tables:
-            used: np.ndarray = np.arange(table.pages.shape[3]) < -(
-                -table.tokens[:, slot, :, None] // table.layout.tokens
-            )
-            ids += table.pages[:, slot][used].tolist()
+        """Every page of the pool that a table names, or that has unused recent pages."""
+        recent, parts = self.recent.read(slot)[1].tolist(), self.plan.recent.parts
+        small = [*recent, *self.unused[slot]]
+        assert len(set(small)) == len(small), "no small page is named twice"
+        pages = {page // parts for page in small}
+        assert len(small) == parts * len(pages), "no small page is lost"
+        named = [*recent, *self.checkpoint.unused_pages(slot).tolist()]
+        assert {page // parts for page in named} == {page // parts for page in recent}
+        ids = [*pages]
+        for table in self.tables[1:]:
+            ids += table.read(slot)[1].tolist()
         return ids
 
     def positions(self, slot: int, head: int) -> list[int]:
@@ -92,6 +99,17 @@ class Slots:
                 column, row = divmod(place, table.layout.tokens)
                 found.append(int(parts.positions[int(table.pages[0, slot, head, column]), row]))
         return found
+
+    def _grow_recent(self, table: PageTable, at: np.ndarray) -> None:
+        slot, wanted = int(at[0]), table.tokens_plus_one(at)
+        lacking, parts = int(table.count_lacking(at, wanted)[0]), self.plan.recent.parts
+        more = self.plan.recent.pool_pages(max(0, lacking - len(self.unused[slot])))
+        fresh = self.free.allocate(more)
+        self.taken[slot] += fresh.tolist()
+        self.unused[slot] += small_pages(fresh, parts).tolist()
+        ids = np.array(self.unused[slot][:lacking], np.int32)
+        del self.unused[slot][:lacking]
+        table.append_pages(at, wanted, ids, np.zeros(1, np.int64))
 
     def _grow(self, table: PageTable, at: np.ndarray, tokens: np.ndarray) -> None:
         fresh = self.free.allocate(int(table.count_lacking(at, tokens)[0]))

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from triptych.core.messages import (
 from triptych.kvpool import About, LocalPool
 from triptych.kvpool.rpc import page_ranges
 from triptych.kvpool.transfer.fetcher import Traffic
+from triptych.workers.kv.handle_codec import pages_by_run
 from triptych.workers.kv.remote_fetch import RemoteFetch
 
 
@@ -129,6 +130,33 @@ def test_pages_of_another_node_come_first_and_the_engine_sees_them_here(worker: 
     assert [part.size for part in parts] == [2, 0, 3]
     worker.pool.attach([(message.handle.lease_ref, np.concatenate(parts))])
     assert [send.message for send in worker.sent] == [Fetched(request="r")]
+
+
+def test_small_pages_keep_their_place_in_the_copies_of_their_pages(worker: Worker) -> None:
+    far = handle("far", [81, 80, 14, 83], [9])
+    small = replace(far.runs[0], parts=4)
+    worker.inbound.take(join(replace(far, runs=(small, far.runs[1]))))
+    worker.fetcher.may_end.set()
+    worker.wait(2)
+    [message] = worker.posted
+    assert isinstance(message, Join)
+    ids = page_ranges.unpack(message.handle.runs[0].pages, 4 * 32)
+    assert message.handle.runs[0].parts == 4
+    assert (ids % 4).tolist() == [1, 0, 2, 3]
+    pages = ids // 4
+    assert pages[0] == pages[1] == pages[3] != pages[2]
+    owned = np.concatenate(pages_by_run(message.handle, 32))
+    assert set(pages.tolist()) < set(owned.tolist())
+    worker.pool.attach([(message.handle.lease_ref, owned)])
+
+
+def test_a_run_of_more_small_pages_than_any_page_has_is_refused(worker: Worker) -> None:
+    far = handle("far", [1])
+    worker.inbound.take(join(replace(far, runs=(replace(far.runs[0], parts=1 << 20),))))
+    worker.wait()
+    [send] = worker.sent
+    assert isinstance(send.message, Finished)
+    assert send.message.error is not None
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
+# numpy's comparisons lack types.
+# pyright: reportUnknownVariableType=false
 """The compress stage: classifies tokens, counts pages exactly, then encodes.
 
 Planning precedes allocation, so the router can choose the decode worker by the exact pages of a
-request; the papers reserve high-precision pages for all tokens and free the rest. Raw pages of sink
-and window are passed to the decode stage unchanged.
+request; the papers reserve high-precision pages for all tokens and free the rest. Sink and
+window move to small pages, so that a short prompt does not take whole pages.
 """
 
 from collections import deque
@@ -39,7 +41,7 @@ from triptych.kvpool import About, WorkerPool
 from triptych.workers.compress.job import ClassPlan, EarlyEncode, Job, LayerGroup, split_by_class
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
-from triptych.workers.kv.handle_codec import Run, make_handle, unpack_run
+from triptych.workers.kv.handle_codec import Run, make_handle, pages_of, pool_pages, unpack_run
 from triptych.workers.kv.prefix_cache import PrefixStore, RawPages
 from triptych.workers.stage import refuse
 
@@ -151,7 +153,7 @@ class CompressEngine:
             raise
         for group, own in zip(groups, encoded, strict=True):
             group.encoded = own
-        self.pool.free(np.concatenate([group.raw[:, group.leaving].ravel() for group in groups]))
+        self.pool.free(np.concatenate([group.raw.ravel() for group in groups]))
         self._early.clear()
         return [one.reply for one in early]
 
@@ -270,14 +272,23 @@ class CompressEngine:
     def _attach(self, handle: KVHandle, rows: int) -> LayerGroup:
         _, ids = unpack_run(handle.runs[0], self.plan.raw, rows, self.pool.capacity_pages)
         (lease_ref,) = self.pool.attach([(handle.lease_ref, ids)])
-        sink = self.plan.sink_pages
-        leaving = slice(sink, sink + self.plan.leaving_pages(handle.tokens))
+        sink = min(self.plan.sink_tokens, handle.tokens)
+        leaving = range(sink, sink + self.plan.leaving_tokens(handle.tokens))
         return LayerGroup(lease_ref, ids.reshape(rows, -1), leaving)
+
+    def _recent_class(self, group: LayerGroup, tokens: int) -> ClassPlan:
+        """The sink and the newest tokens."""
+        rows, leaving, there = len(group.raw), group.leaving, self.device
+        count = tokens - len(leaving)
+        kept = np.r_[0 : leaving.start, leaving.stop : tokens].astype(np.int32)
+        places = there.put(np.arange(count, dtype=np.int32)).expand(rows, count)
+        counts: Ids = np.full(rows, count, np.int32)
+        return ClassPlan(self.plan.recent, there.put(kept), places, counts)
 
     def _classes(
         self, group: LayerGroup, tokens: int, fixed: range = NONE, rounded: int = 0
     ) -> list[ClassPlan]:
-        """Classify the tokens of the leaving pages, without those in fixed pages.
+        """Recent pages, and the classes of the leaving tokens, without those in fixed pages.
 
         ``rounded``: first tokens, which are high whatever attention they receive, and on which no
         threshold depends: another prompt may have computed them.
@@ -285,9 +296,9 @@ class CompressEngine:
         Counts are exact. The significance of shared tokens is computed too, if thresholds depend
         on it.
         """
-        policy, raw, leaving = self.plan.policy, group.raw, group.leaving
+        policy, raw = self.plan.policy, group.raw
         rows, there = len(raw), self.device.name
-        first, end = (edge * self.plan.raw.tokens for edge in (leaving.start, leaving.stop))
+        first, end = group.leaving.start, group.leaving.stop
         every = np.arange(first, end, dtype=np.int32)
         own = every[(every < fixed.start) | (every >= fixed.stop)]
         if policy.needs_significance and first < end:
@@ -298,21 +309,38 @@ class CompressEngine:
         else:
             scores = torch.zeros(rows, own.size, device=there)
             high, low = torch.zeros(2, rows, device=there)
-        classes, ranks, counts = plan_tokens(
-            scores,
-            torch.full((rows,), own.size, dtype=torch.int32, device=there),
-            high,
-            low,
-            first=int(np.count_nonzero(own < rounded)),
-            window=int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
-        )
+        lengths = torch.full((rows,), own.size, dtype=torch.int32, device=there)
+        always = {
+            "first": int(np.count_nonzero(own < rounded)),
+            "window": int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
+        }
+        classes, ranks, counts = plan_tokens(scores, lengths, high, low, **always)
+        counted = counts.T.contiguous().cpu().numpy()
+        low_pays = self._low_pays(counted)
+        if not low_pays.all():
+            high = torch.where(self.device.put(low_pays), high, low)
+            classes, ranks, counts = plan_tokens(scores, lengths, high, low, **always)
+            counted = counts.T.contiguous().cpu().numpy()
         positions = self.device.put(own)
         places = [ranks.masked_fill(classes != name, NOT_IN_CLASS) for name in (HIGH, LOW)]
-        counted = counts.T.contiguous().cpu().numpy()
         return [
-            ClassPlan(layout, positions, here, each)
-            for layout, here, each in zip(self.plan.classes, places, counted, strict=False)
+            self._recent_class(group, tokens),
+            *(
+                ClassPlan(layout, positions, here, each)
+                for layout, here, each in zip(self.plan.classes, places, counted, strict=False)
+            ),
         ]
+
+    def _low_pays(self, counts: Ids) -> NDArray[np.bool_]:
+        """Whether a head row takes fewer pages with a low class than with all its tokens high.
+
+        ``counts``: high and low tokens, [2, head rows].
+        """
+        if self.plan.low is None:
+            return np.ones(counts.shape[1], np.bool_)
+        high, low = pages_of(counts[0], self.plan.high), pages_of(counts[1], self.plan.low)
+        all_high = pages_of(counts[0] + counts[1], self.plan.high)
+        return np.less(high + low, all_high) | np.equal(low, 0)
 
     def _limits(self, scores: Tensor, leaving: slice, tokens: int) -> tuple[Tensor, Tensor]:
         """Significance thresholds of the high and the low class: [head rows] each."""
@@ -358,16 +386,17 @@ class CompressEngine:
         )
 
     def _hand_over(self, jobs: list[Job], encoded: list[list[Ids]]) -> list[Send]:
-        """Hand new and kept pages over, and free the raw ones, in one call."""
+        """Hand the pages over, and free the raw ones, in one call."""
         all_runs = [self._runs(job, last) for job, last in zip(jobs, encoded, strict=True)]
-        fixed_runs = [job.fixed_run(last) for job, last in zip(jobs, encoded, strict=True)]
+        high = self.plan.high
+        fixed_runs = [job.fixed_run(last, high) for job, last in zip(jobs, encoded, strict=True)]
         parts = [
             runs if fixed is None else [*runs, fixed]
             for runs, fixed in zip(all_runs, fixed_runs, strict=True)
         ]
         lease_refs = self.pool.handoff(
             [
-                (job.request, np.concatenate([ids for *_, ids in part]))
+                (job.request, np.concatenate([pool_pages(ids, of.parts) for of, _, ids in part]))
                 for job, part in zip(jobs, parts, strict=True)
             ],
             releases=[job.last.lease_ref.lease for job in jobs],
@@ -385,11 +414,11 @@ class CompressEngine:
         ]
 
     def _runs(self, job: Job, last: list[Ids]) -> list[Run]:
-        """Pages of a request by format, for its handle: kept raw pages, and each class."""
-        leaving = job.last.leaving
-        left = (leaving.stop - leaving.start) * self.plan.raw.tokens
-        tokens = np.full(self.plan.geometry.head_rows, job.tokens - left, np.int32)
-        return [(self.plan.raw.format.name, tokens, job.kept), *job.runs(last)]
+        """Pages of a request by format, for its handle: each class, or the raw pages."""
+        if self.plan.compresses:
+            return job.runs(last)
+        tokens = np.full(self.plan.geometry.head_rows, job.tokens, np.int32)
+        return [(self.plan.raw, tokens, np.concatenate([of.raw.ravel() for of in job.groups]))]
 
     def _compressed(
         self, job: Job, runs: list[Run], fixed: Run | None, lease_ref: LeaseRef
@@ -412,4 +441,8 @@ def rows_of(handle: KVHandle) -> int:
 
 def _about(runs: list[Run]) -> About:
     """Pages by format, for the pool's statistics; it knows the tenant from the raw pages."""
-    return About(formats=tuple((name, ids.size) for name, _, ids in runs))
+    return About(
+        formats=tuple(
+            (layout.format.name, pool_pages(ids, layout.parts).size) for layout, _, ids in runs
+        )
+    )

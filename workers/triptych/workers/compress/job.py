@@ -12,7 +12,7 @@ from triptych.core.handles import LeaseRef
 from triptych.core.layout import PageLayout
 from triptych.core.messages import Layers, LayersEncoded, Send
 from triptych.workers.kv.block_table import SectionTable
-from triptych.workers.kv.handle_codec import Run, pages_of
+from triptych.workers.kv.handle_codec import Run, pages_of, pool_pages, small_pages
 from triptych.workers.kv.prefix_cache import SharedPrefix
 
 Ids = NDArray[np.int32]
@@ -35,8 +35,13 @@ class ClassPlan:
 
     @property
     def pages(self) -> Ids:
-        """Pages of each head row."""
+        """Pages of each head row, small ones if the layout has such."""
         return pages_of(self.counts, self.layout)
+
+    @property
+    def new_pages(self) -> int:
+        """Pages of the pool for all head rows."""
+        return self.layout.pool_pages(int(self.pages.sum()))
 
     def table(self, ids: Ids) -> SectionTable:
         """Block table with each head row as a layer of one slot and one KV head."""
@@ -54,27 +59,28 @@ class LayerGroup:
     lease_ref: LeaseRef
     raw: Ids
     """Raw pages, [head rows, pages of a row]."""
-    leaving: slice
-    """Raw pages of a head row whose tokens are encoded."""
+    leaving: range
+    """Positions of the tokens that move to high and low pages."""
     classes: list[ClassPlan] = field(default_factory=list[ClassPlan])
-    """High, low if the policy has it, and fixed if the request has fixed pages of its own; empty if
-    the policy keeps 16 bits."""
+    """Recent, high, low if the policy has it, and fixed if the request has fixed pages of its own;
+    empty if the policy keeps 16 bits."""
     encoded: list[Ids] = field(default_factory=list[Ids])
     """New pages of each class, in row order; empty before they are allocated."""
 
     @property
-    def kept(self) -> Ids:
-        """Raw pages of sink and window, which are not encoded."""
-        return np.delete(self.raw, self.leaving, axis=1)
-
-    @property
     def new_pages(self) -> int:
-        return sum(int(plan.pages.sum()) for plan in self.classes)
+        """Pages of the pool that encoding takes."""
+        return sum(plan.new_pages for plan in self.classes)
 
     @property
     def pages(self) -> Ids:
-        """All pages after encoding."""
-        return np.concatenate([*self.encoded, self.kept.ravel()])
+        """All pages of the pool after encoding."""
+        return np.concatenate(
+            [
+                pool_pages(ids, plan.layout.parts)
+                for plan, ids in zip(self.classes, self.encoded, strict=True)
+            ]
+        )
 
 
 @dataclass(eq=False)
@@ -100,28 +106,27 @@ class Job:
         return self.groups[-1]
 
     @property
-    def kept(self) -> Ids:
-        return np.concatenate([group.kept.ravel() for group in self.groups])
-
-    @property
     def new_pages(self) -> int:
         return sum(group.new_pages for group in self.groups)
 
     @property
     def total_pages(self) -> int:
-        """The request's own pages of all head rows after encoding."""
-        return self.new_pages + self.kept.size
+        """The request's own pages of the pool after encoding; raw ones of a 16-bit policy."""
+        return sum(group.new_pages if group.classes else group.raw.size for group in self.groups)
 
     @property
     def shared_pages(self) -> int:
         return self.shared.pages.size if self.shared else 0
 
     def runs(self, last: Sequence[Ids]) -> list[Run]:
-        """Pages of each class in row order; ``last``: new pages of the last group."""
+        """Pages of each class in row order; ``last``: new pages of the last group.
+
+        Raw pages of a 16-bit policy are not among them.
+        """
         every = [*(group.encoded for group in self.groups[:-1]), last]
         return [
             (
-                plan.layout.format.name,
+                plan.layout,
                 np.concatenate([of.classes[index].counts for of in self.groups]),
                 np.concatenate([encoded[index] for encoded in every]),
             )
@@ -129,14 +134,13 @@ class Job:
             if not plan.is_fixed
         ]
 
-    def fixed_run(self, last: Sequence[Ids]) -> Run | None:
+    def fixed_run(self, last: Sequence[Ids], high: PageLayout) -> Run | None:
         """Fixed pages, shared or its own; None if there are none."""
         if self.shared is not None:
-            name = self.last.classes[0].layout.format.name
-            return name, self.shared.counts, self.shared.pages.ravel()
+            return high, self.shared.counts, self.shared.pages.ravel()
         for plan, ids in zip(self.last.classes, last, strict=True):
             if plan.is_fixed:
-                return plan.layout.format.name, plan.counts, ids
+                return plan.layout, plan.counts, ids
         return None
 
 
@@ -156,8 +160,14 @@ class EarlyEncode:
 
 
 def split_by_class(ids: Ids, groups: Sequence[LayerGroup]) -> list[list[Ids]]:
-    """Split one array of pages by group and class, each in row order."""
-    counts = [[int(plan.pages.sum()) for plan in group.classes] for group in groups]
-    ends = np.cumsum([0, *chain.from_iterable(counts)])
+    """Split one array of pages of the pool by group and class, each in row order.
+
+    A class of small pages gets as many of them as it needs.
+    """
+    plans = [group.classes for group in groups]
+    ends = np.cumsum([0, *(plan.new_pages for plan in chain.from_iterable(plans))])
     cut = iter([ids[first:end] for first, end in pairwise(ends)])
-    return [[next(cut) for _ in count] for count in counts]
+    return [
+        [small_pages(next(cut), plan.layout.parts)[: int(plan.pages.sum())] for plan in classes]
+        for classes in plans
+    ]

@@ -26,10 +26,11 @@ from triptych.core.messages import TokenLogprob
 from triptych.core.pages import PagePlan
 from triptych.kernels import Retirement
 from triptych.workers.kv.block_table import PageTable, SectionTable
+from triptych.workers.kv.handle_codec import Run, pool_pages, small_pages
 
 Ids = NDArray[np.int32]
 
-VERSION = 7
+VERSION = 8
 ID_BYTES = 128
 """Longest request id in a checkpoint; a request with a longer id restarts if its worker dies."""
 MAX_PLUGIN_MEMORY = 16
@@ -58,16 +59,16 @@ def checkpoint_bytes(plan: PagePlan, slots: int, context_tokens: int) -> int:
 
 @dataclass(eq=False)
 class Retirements:
-    """The retirement under way in each slot: the move of one raw page of each head row."""
+    """The retirement under way in each slot: the move of recent pages of each head row."""
 
     phase: Ids
     """Phase of the retirement, by slot; 0: none is under way."""
-    raw_pages: Ids
-    """The table of raw pages before the retirement."""
+    recent_pages: Ids
+    """The table of recent pages before the retirement."""
     plan: Ids
     """The numbers of a ``Retirement``, [layers, slots, kv_heads, ...]."""
     retired: Ids
-    """Tokens moved out of raw pages so far, by slot."""
+    """Tokens that are not in recent pages, by slot."""
     retired_after: Ids
     """The same after the retirement under way."""
 
@@ -81,7 +82,7 @@ class Checkpoint:
     slots: int
     context_tokens: int
     tables: list[SectionTable] = field(init=False)
-    """The tables of ``raw_table``, then those of ``class_table`` (the policy's classes)."""
+    """The tables of ``recent_table``, then those of ``class_table`` (the policy's classes)."""
     fixed: SectionTable | None = field(init=False)
     """Read-only pages of cached prefixes. None if requests do not share pages."""
 
@@ -111,11 +112,13 @@ class Checkpoint:
         self.scored: NDArray[np.int64] = arrays["scored"]
         """Layers whose scores are added, counted over all positions."""
         self.retirements = Retirements(*(arrays[name] for name in Retirements.__dataclass_fields__))
-        self.raw_table = PageTable([self.plan.raw], arrays["raw_entries"], arrays["raw_tokens"])
+        self.recent_table = PageTable(
+            [self.plan.recent], arrays["recent_entries"], arrays["recent_tokens"]
+        )
         self.class_table = PageTable(
             self.plan.classes, arrays["class_entries"], arrays["class_tokens"]
         )
-        self.tables = [*self.raw_table.tables, *self.class_table.tables]
+        self.tables = [*self.recent_table.tables, *self.class_table.tables]
         self.fixed = (
             SectionTable(self.plan.high, arrays["fixed"], arrays["fixed_tokens"])
             if self.plan.has_fixed_pages
@@ -303,7 +306,7 @@ class Checkpoint:
             1 <= count <= last
             and 0 <= int(self.num_prior_tokens[slot]) <= last
             and 0 <= int(moving.phase[slot]) <= 3
-            and 0 <= self.raw_tokens(slot) <= self.position(slot)
+            and 0 <= self.recent_tokens(slot) <= self.position(slot)
             and all(
                 counts.min() >= 0 and table.layout.pages(int(counts.max())) <= table.width
                 for table, counts in zip(self.sections, self.counts(slot), strict=True)
@@ -313,39 +316,52 @@ class Checkpoint:
             raise MessageError(f"the checkpoint entry of {request!r} is inconsistent")
         return slot
 
-    def raw_tokens(self, slot: int) -> int:
-        """Tokens in the raw pages of each row, after the retirement under way."""
+    def recent_tokens(self, slot: int) -> int:
+        """Tokens in the recent pages of each row, after the retirement under way."""
         moving = self.retirements
         retired = moving.retired_after if moving.phase[slot] else moving.retired
         return self.position(slot) - int(retired[slot])
 
     def counts(self, slot: int) -> list[Ids]:
         """Tokens of each row by section, [layers, kv_heads], after the retirement under way."""
-        raw = np.full_like(self.tables[0].tokens[:, slot], self.raw_tokens(slot))
-        counts = [raw, *(table.tokens[:, slot] for table in self.sections[1:])]
+        recent = np.full_like(self.tables[0].tokens[:, slot], self.recent_tokens(slot))
+        counts = [recent, *(table.tokens[:, slot] for table in self.sections[1:])]
         if self.retirements.phase[slot]:
             then = Retirement(self.retirements.plan[:, slot]).counts
             counts[1 : len(self.tables)] = (then[..., i] for i in range(len(self.tables) - 1))
         return counts
 
     def pages(self, slot: int) -> Ids:
-        """All pages in use by a slot's request, those of the retirement under way included; fixed
-        pages last."""
-        raw = self.tables[0].pages[:, slot]
+        """All pages of the pool in use by a slot's request, those of the retirement under way
+        and of a step that was cut short included; fixed pages last."""
+        recent = self.tables[0].pages[:, slot]
         if self.retirements.phase[slot]:
-            raw = self.retirements.raw_pages[:, slot]
-        tables = [raw, *(table.pages[:, slot] for table in self.sections[1:])]
+            recent = self.retirements.recent_pages[:, slot]
+        tables = [recent, *(table.pages[:, slot] for table in self.sections[1:])]
         held = self.counts(slot)
         if self.retirements.phase[slot]:
-            held[0] = held[0] + np.int32(self.plan.raw.tokens)
+            held[0] = held[0] + np.int32(self.plan.retire_tokens)
         used = [
             table[_first(table, -(-tokens // np.int32(section.layout.tokens)))]
             for table, tokens, section in zip(tables, held, self.sections, strict=True)
         ]
+        used[0] = np.concatenate([self.mid_step_pages(slot), used[0]])
+        used[0] = pool_pages(used[0], self.plan.recent.parts)
         return np.concatenate(used, dtype=np.int32)
 
-    def fixed_run(self, slot: int) -> tuple[str, Ids, Ids] | None:
-        """Format, tokens and pages of the cached prefix that a slot's request shares, if any."""
+    def unused_pages(self, slot: int) -> Ids:
+        """Recent pages in no row, of the pages of the pool that have others of a slot's rows.
+
+        Those of a step that was cut short come first, since rows take them in this order.
+        """
+        parts, begun = self.plan.recent.parts, self.mid_step_pages(slot)
+        _, used = self.tables[0].read(slot)
+        used = np.concatenate([begun, used])
+        every = small_pages(pool_pages(used, parts), parts)
+        return np.concatenate([begun, np.setdiff1d(every, used)])
+
+    def fixed_run(self, slot: int) -> Run | None:
+        """Layout, tokens and pages of the cached prefix that a slot's request shares, if any."""
         run = None if self.fixed is None else self.fixed.run(slot)
         return run if run and run[2].size else None
 
@@ -354,16 +370,16 @@ class Checkpoint:
         return int(self.scored[slot]) > self.position(slot) * len(self.tables[0].pages)
 
     def mid_step_pages(self, slot: int) -> Ids:
-        """Raw pages, in row order, that hold only the token of a step that was cut short.
+        """Recent pages, in row order, that hold only the token of a step that was cut short.
 
         The repeated step skips the layers whose scores are added, so it needs their keys and
         values. Empty if the token is not the first of its page.
         """
-        raw = self.tables[0]
-        column, row = divmod(self.raw_tokens(slot), raw.layout.tokens)
-        if row or not self.is_mid_step(slot) or column >= raw.width:
+        recent = self.tables[0]
+        column, row = divmod(self.recent_tokens(slot), recent.layout.tokens)
+        if row or not self.is_mid_step(slot) or column >= recent.width:
             return np.empty(0, np.int32)
-        return raw.pages[:, slot, :, column].ravel()
+        return recent.pages[:, slot, :, column].ravel()
 
     def copy_slot(self, other: "Checkpoint", at: int, slot: int) -> None:
         """Copy the tables and output of another checkpoint's slot, but not its lease."""
@@ -389,9 +405,9 @@ def _first(table: Ids, counts: Ids) -> NDArray[np.bool_]:
 def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
     geometry = plan.geometry
     rows = (geometry.layers, slots, geometry.kv_heads)
-    raw = (*rows, plan.raw_pages(context_tokens) + 1)
+    recent = (*rows, plan.recent_pages(context_tokens) + 1)
     entries = (*rows, plan.most_pages(context_tokens) + 1 if plan.compresses else 0)
-    moving = (*rows, Retirement.width(plan.raw.tokens) if plan.compresses else 0)
+    moving = (*rows, Retirement.width(plan.retire_tokens) if plan.compresses else 0)
     each = (slots,)
     fixed = (*rows, plan.high.pages(context_tokens)) if plan.has_fixed_pages else ()
     shared: Fields = {"fixed": ("<i4", fixed), "fixed_tokens": ("<i4", rows)} if fixed else {}
@@ -408,12 +424,12 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "logprobs": ("<f8", (slots, LOGPROB_TOKENS, 1 + MAX_TOP_LOGPROBS)),
         "logprob_counts": ("<i4", (slots, LOGPROB_TOKENS)),
         "scored": ("<i8", each),
-        "raw_entries": ("<i4", raw),
-        "raw_tokens": ("<i4", (1, *rows)),
+        "recent_entries": ("<i4", recent),
+        "recent_tokens": ("<i4", (1, *rows)),
         "class_entries": ("<i4", entries),
         "class_tokens": ("<i4", (len(plan.classes), *rows)),
         "phase": ("<i4", each),
-        "raw_pages": ("<i4", raw),
+        "recent_pages": ("<i4", recent),
         "plan": ("<i4", moving),
         "retired": ("<i4", each),
         "retired_after": ("<i4", each),

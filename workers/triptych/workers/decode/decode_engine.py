@@ -352,7 +352,7 @@ class DecodeEngine:
 
     @property
     def tables(self) -> Sequence[SectionTable]:
-        """Page tables of all slots; the one of raw pages first."""
+        """Page tables of all slots; the one of recent pages first."""
         return self._sections.tables
 
     @property

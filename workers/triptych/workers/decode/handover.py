@@ -1,6 +1,7 @@
 """Requests that enter and leave a decode batch: joins, preemption and takeover of a dead worker."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,8 @@ from triptych.workers.decode.plugins.plugin import ALPHA_LOW, EXIT_DEPTH, EXIT_E
 from triptych.workers.decode.running_batch import RunningRequest, StepOptions
 from triptych.workers.decode.window import Window
 from triptych.workers.kv.block_table import Sections, SectionTable
-from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
-from triptych.workers.kv.handle_codec import make_handle, unpack_run
+from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.kv.handle_codec import make_handle, pool_pages, unpack_run
 from triptych.workers.sampling.output import OutputFactory, OutputProcessor
 from triptych.workers.stage import finished
 
@@ -69,9 +70,8 @@ class RequestHandover:
         self._require_slot()
         rows = self._plan.geometry.head_rows
         unpacked = list[tuple[SectionTable, Ids, Ids]]()
-        for run in message.handle.runs:
-            table = self._table_of(run)
-            capacity = self._pool.capacity_pages
+        runs, capacity = message.handle.runs, self._pool.capacity_pages
+        for table, run in zip(self._tables_of(runs), runs, strict=True):
             unpacked.append((table, *unpack_run(run, table.layout, rows, capacity)))
         output = self._output(message)
         options = self._options(message.request)
@@ -79,7 +79,7 @@ class RequestHandover:
             raise MessageError(
                 f"memory of {len(message.memory)} numbers: at most {MAX_PLUGIN_MEMORY}"
             )
-        ids = np.concatenate([ids for _, _, ids in unpacked])
+        ids = np.concatenate([pool_pages(ids, of.layout.parts) for of, _, ids in unpacked])
         self._checkpoint.forget(message.request.id)
         lease_ref = self._attach(message, ids, previous_worker)
         slot = self._free_slots.popleft()
@@ -99,7 +99,8 @@ class RequestHandover:
         )
         resumed = [Send(ROUTER, Resumed(request=name))] if message.previous_worker else []
         own = int(ids.size) - lease_ref.shared
-        return self._admit(message, output, slot, lease_ref, options, resumed, own)
+        unused = self._checkpoint.unused_pages(slot)
+        return self._admit(message, output, slot, lease_ref, options, resumed, own, unused)
 
     def resume(self, message: Resume) -> Admission:
         """Admit a request from the checkpoint of a dead worker and its pages in the pool.
@@ -137,11 +138,14 @@ class RequestHandover:
         checkpoint = self._checkpoint
         runs = [table.run(one.slot) for table in self._tables]
         fixed = checkpoint.fixed_run(one.slot)
-        parts = runs if fixed is None else [*runs, fixed]
-        held = np.concatenate([pages for _, _, pages in parts])
+        parts = [
+            (layout.format.name, pool_pages(pages, layout.parts))
+            for layout, _, pages in (runs if fixed is None else [*runs, fixed])
+        ]
+        held = np.concatenate([pages for _, pages in parts])
         checkpoint.mark_preempted(one.slot)
-        owned = runs if one.lease_ref.shared else parts
-        about = About(formats=tuple((name, pages.size) for name, _, pages in owned))
+        owned = parts[: len(runs)] if one.lease_ref.shared else parts
+        about = About(formats=tuple((name, pages.size) for name, pages in owned))
         (lease_ref,) = self._pool.handoff([(one.id, held)], [one.lease_ref.lease], about=[about])
         handle = make_handle(lease_ref, runs, one.position, fixed)
         tokens = tuple(checkpoint.output_tokens(one.slot))
@@ -162,15 +166,17 @@ class RequestHandover:
 
     # ---------------------------------------------------------------- joining
 
-    def _table_of(self, run: PageRun) -> SectionTable:
-        """The table of a run: by format, and by whether its pages are ever written."""
+    def _tables_of(self, runs: Sequence[PageRun]) -> list[SectionTable]:
+        """The table of each run: recent pages, the classes, then fixed pages if there are any."""
         fixed = self._checkpoint.fixed
-        tables = [fixed] if fixed is not None and run.fixed else [] if run.fixed else self._tables
-        found = {table.layout.format.name: table for table in tables}
-        if run.format not in found:
-            kind = "fixed run" if run.fixed else "run"
-            raise MessageError(f"{kind} of format {run.format}: expected one of {sorted(found)}")
-        return found[run.format]
+        tables = list(self._tables)
+        if fixed is not None and len(runs) > len(tables):
+            tables.append(fixed)
+        wanted = [(table.layout.format.name, table is fixed) for table in tables]
+        given = [(run.format, run.fixed) for run in runs]
+        if given != wanted:
+            raise MessageError(f"runs of (format, fixed) {given}: expected {wanted}")
+        return tables
 
     def _attach(self, message: Join, ids: Ids, previous_worker: str) -> LeaseRef:
         try:
@@ -197,17 +203,15 @@ class RequestHandover:
             return Admission([*sends, finished(name, len(output.tokens))])
         self._require_slot()
         options = self._options(join.request)
-        begun = left.mid_step_pages(at)
-        held = np.concatenate([begun, left.pages(at)])  # pages that it shares come last
+        held = left.pages(at)  # pages that it shares come last
         checkpoint.forget(name)
         lease_ref = self._pool.adopt(message.previous_worker, name, left.lease_of(at), held)
         # The pages of the dead worker are in the arena: they are copied to the device when whole.
-        window = Window(self._memory.behind, left) if self._plan.compresses else None
-        emptied = window.resume(at) if window else NO_PAGES
-        # Rows take their next pages from the start of the unused ones, in this order.
-        unused = np.concatenate([begun, emptied])
+        if self._plan.compresses:
+            Window(self._memory.behind, left).resume(at)
         # A step that was cut short may have counted its token already.
-        left.tables[0].tokens[:, at] = left.raw_tokens(at)
+        left.tables[0].tokens[:, at] = left.recent_tokens(at)
+        unused = left.unused_pages(at)
         slot = self._free_slots.popleft()
         checkpoint.copy_slot(left, at, slot)
         checkpoint.enter(slot, name, lease_ref.lease)
@@ -244,12 +248,13 @@ class RequestHandover:
         options: StepOptions,
         sends: list[Send],
         num_pages: int,
-        unused: Ids = NO_PAGES,
+        unused: Ids,
     ) -> Admission:
         """Make a running request of a slot of the checkpoint; ``num_pages``: pages of its own."""
         if self._memory.is_copied:
             # Unused pages too: a step that was cut short can have stored its token in one.
-            self._memory.fetch(np.concatenate([self._checkpoint.pages(slot), unused]))
+            begun = pool_pages(unused, self._plan.recent.parts)
+            self._memory.fetch(np.concatenate([self._checkpoint.pages(slot), begun]))
         self._sections.moved(slot)
         if self._selector is not None:
             self._selector.join(slot, options.selection)

@@ -10,20 +10,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triptych.core.layout import PageLayout
 from triptych.core.messages import Prefix, Request, pack_tokens
 from triptych.core.pages import PagePlan
 from triptych.kernels import transcode
 from triptych.kernels.pages import segments
 from triptych.workers.kv.block_table import Mask, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
-from triptych.workers.kv.prefix_cache import Ids, PageSlots, PendingPublication, PrefixStore
+from triptych.workers.kv.prefix_cache import (
+    Ids,
+    PageSlots,
+    PendingPublication,
+    PrefixStore,
+    page_slots_of,
+)
 
 KeepAnswers = Literal["always", "sessions", "never"]
 
 
 @dataclass(frozen=True)
 class SlotTokenSource:
-    """Tokens of one slot as a ``TokenSource``: from raw, high and low pages.
+    """Tokens of one slot as a ``TokenSource``: from recent, high and low pages.
 
     A token can be in a page of a different class in each head row, in any order, so it is found by
     its position. A copy has the high format, without regaining precision that was lost.
@@ -32,7 +39,6 @@ class SlotTokenSource:
     memory: DevicePages
     plan: PagePlan
     tables: Sequence[SectionTable]
-    sink: Ids
     stored: int
     """Tokens of the sequence that have keys and values."""
     first: int
@@ -80,12 +86,31 @@ class SlotTokenSource:
             found[2, head, token] = row
         if np.any(found < 0):
             return None
-        sink = tables[0].pages[:, slot].reshape(rows, -1)[:, : plan.sink_pages]
         fixed = len(tables) - 1 if plan.has_fixed_pages else -1
-        return cls(memory, plan, tables, sink.copy(), stored, first, *found, fixed=fixed)
+        return cls(memory, plan, tables, stored, first, *found, fixed=fixed)
+
+    def copy_sink(self, target: Ids) -> None:
+        """Fill raw pages with the first tokens, as ``TokenSource`` describes."""
+        raw, put = self.plan.raw, self.memory.device.put
+        page, row = page_slots_of(target, raw.tokens, 0, target.shape[1] * raw.tokens)
+        self._copy(0, target.shape[1] * raw.tokens, raw, (put(page), put(row)))
 
     def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
         """Write tokens into slots of high pages, as ``TokenSource`` describes."""
+        self._copy(start, count, self.plan.high, target)
+        put, part = self.memory.device.put, slice(start - self.first, start - self.first + count)
+        if not self.plan.policy.needs_significance:
+            return None
+        # A score is the sum of the attention from the token itself and all later ones;
+        # in a cached prefix it is the mean.
+        kept = segments(self.memory.near, self.plan.high).scores
+        scores = kept[target[0].long(), target[1].long()]
+        seen_by = put(self.stored - np.arange(start, start + count, dtype=np.float32))
+        is_mean = put(self.table[:, part] == self.fixed)
+        return scores.view(-1, count) / torch.where(is_mean, 1.0, seen_by)
+
+    def _copy(self, start: int, count: int, layout: PageLayout, target: PageSlots) -> None:
+        """Write ``count`` tokens from ``start`` on into slots of pages of a layout."""
         put, part = self.memory.device.put, slice(start - self.first, start - self.first + count)
         table, page, row = (
             part_.ravel() for part_ in (self.table[:, part], self.page[:, part], self.row[:, part])
@@ -96,16 +121,7 @@ class SlotTokenSource:
                 source = put(page[mine]), put(row[mine])
                 chosen = put(mine)
                 into = target[0][chosen], target[1][chosen]
-                transcode(self.memory.near, one.layout, self.plan.high, *source, *into)
-        if not self.plan.policy.needs_significance:
-            return None
-        # A score is the sum of the attention from the token itself and all later ones;
-        # in a cached prefix it is the mean.
-        kept = segments(self.memory.near, self.plan.high).scores
-        scores = kept[target[0].long(), target[1].long()]
-        seen_by = put(self.stored - np.arange(start, start + count, dtype=np.float32))
-        is_mean = put(self.table[:, part] == self.fixed)
-        return scores.view(-1, count) / torch.where(is_mean, 1.0, seen_by)
+                transcode(self.memory.near, one.layout, layout, *source, *into)
 
 
 @dataclass(frozen=True)

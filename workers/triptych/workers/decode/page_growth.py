@@ -1,6 +1,6 @@
-"""Allocates pages for the next token of every running request and retires old raw pages."""
+"""Allocates pages for the next token of every running request and retires old recent pages."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -14,6 +14,7 @@ from triptych.workers.decode.running_batch import RunningRequest
 from triptych.workers.decode.window import Window
 from triptych.workers.kv.block_table import PageTable, Sections
 from triptych.workers.kv.device_pages import NO_PAGES
+from triptych.workers.kv.handle_codec import small_pages
 
 Ids = NDArray[np.int32]
 Failure = tuple[RunningRequest, TriptychError]
@@ -33,54 +34,51 @@ class PageGrowth:
     ) -> None:
         """``window``: None if raw pages are the final ones."""
         self._pool, self._checkpoint, self._sections = pool, checkpoint, sections
-        self._raw, self._window, self._selector = checkpoint.tables[0], window, selector
+        self._recent, self._window, self._selector = checkpoint.tables[0], window, selector
 
     def allocate_slots(self, running: Mapping[str, RunningRequest]) -> Iterator[Failure]:
-        """Retire full raw pages, then allocate pages so that every row can take one more token.
+        """Retire old recent pages, then allocate pages so that every row can take one more token.
 
         Yields:  requests that got no pages, with ``PageLimitReached`` or the error of the pool.
                  The caller pauses or frees each before it takes the next one: freed pages may
                  serve the others.
         """
-        retired = set[RunningRequest]()
         if self._window is not None:
-            retired = yield from self._retire_old_pages(self._window, list(running.values()))
-        room = self._raw.layout.tokens
+            yield from self._retire_old_pages(self._window, list(running.values()))
+        room = self._recent.layout.tokens
         full = [
             one
             for one in running.values()
-            if not one.is_paused and self._raw.length(one.slot) % room == 0
+            if not one.is_paused and self._recent.length(one.slot) % room == 0
         ]
         if self._selector is not None:
             for one in full:
                 self._selector.fill(one.slot)
-        full = [one for one in full if one not in retired]
         if not full:
             return
         slots = _slots(full)
-        table = self._checkpoint.raw_table
+        table = self._checkpoint.recent_table
         yield from self._grow(full, slots, table, table.tokens_plus_one(slots))
 
     def _retire_old_pages(
         self, window: Window, batch: Sequence[RunningRequest]
-    ) -> Generator[Failure, None, set[RunningRequest]]:
-        """Compress the raw page behind the sink, in each row, once it is older than the window.
-
-        Returns: the requests with a retired page; the emptied raw page is their next one
-        """
-        retired = set[RunningRequest]()
+    ) -> Iterator[Failure]:
+        """Compress the oldest recent pages behind the sink, in each row, once they are older than
+        the window."""
         groups = dict[float, list[RunningRequest]]()
         for one in batch:
             if window.is_full(one.slot):
                 groups.setdefault(one.options.alpha_low, []).append(one)
         for alpha_low, full in groups.items():
-            retired.update((yield from self._retire(window, full, alpha_low)))
-        return retired
+            yield from self._retire(window, full, alpha_low)
 
     def _retire(
         self, window: Window, full: Sequence[RunningRequest], alpha_low: float
-    ) -> Generator[Failure, None, list[RunningRequest]]:
-        """Retire a raw page of requests that share the same ``alpha_low``."""
+    ) -> Iterator[Failure]:
+        """Retire recent pages of requests that share the same ``alpha_low``.
+
+        The emptied pages are the next ones of the request.
+        """
         slots, seen = _slots(full), [one.position for one in full]
         retirement = window.prepare(slots, seen, alpha_low)
         gone = set[RunningRequest]()
@@ -91,15 +89,15 @@ class PageGrowth:
             yield failure
         moving = [index for index, one in enumerate(full) if one not in gone]
         if not moving:
-            return []
+            return
         retirement = retirement.of(moving)
-        window.apply(retirement)
-        moved = [full[index] for index in moving]
-        for one in moved:
+        emptied = window.apply(retirement)
+        for index, pages in zip(moving, emptied, strict=True):
+            one = full[index]
+            one.unused_pages = np.concatenate([one.unused_pages, pages])
             self._sections.moved(one.slot)
         if self._selector is not None:
             self._selector.retire(retirement)
-        return moved
 
     def _grow(
         self, batch: Sequence[RunningRequest], slots: Ids, table: PageTable, wanted: Ids
@@ -129,29 +127,44 @@ class PageGrowth:
         if not any(lacking):
             return
         first = np.array([0, *accumulate(lacking)], np.int64)
-        table.append_pages(slots, wanted, self._take(batch, lacking), first)
+        is_recent = table is self._checkpoint.recent_table
+        ids = self._take_recent(batch, lacking) if is_recent else self._take(batch, lacking)
+        table.append_pages(slots, wanted, ids, first)
         for slot in slots.tolist():
             self._sections.moved(slot)
 
-    def _take(self, batch: Sequence[RunningRequest], counts: Sequence[int]) -> Ids:
-        """Pages for each request: first its unused ones, then newly allocated ones."""
+    def _take_recent(self, batch: Sequence[RunningRequest], counts: Sequence[int]) -> Ids:
+        """Recent pages for each request: first its unused ones, then newly allocated ones."""
+        layout = self._recent.layout
         short = [
-            max(0, count - one.unused_pages.size) for one, count in zip(batch, counts, strict=True)
+            layout.pool_pages(max(0, count - one.unused_pages.size))
+            for one, count in zip(batch, counts, strict=True)
         ]
-        beyond = [count for one, count in zip(batch, short, strict=True) if count > one.spare_pages]
+        fresh = self._take(batch, short)
+        taken = list[Ids]()
+        for one, count, more in zip(batch, counts, short, strict=True):
+            if more:
+                new = small_pages(fresh[:more], layout.parts)
+                one.unused_pages, fresh = np.concatenate([one.unused_pages, new]), fresh[more:]
+            taken.append(one.unused_pages[:count])
+            one.unused_pages = one.unused_pages[count:]
+        return np.concatenate(taken)
+
+    def _take(self, batch: Sequence[RunningRequest], counts: Sequence[int]) -> Ids:
+        """Newly allocated pages of the pool for each request."""
+        beyond = [
+            count for one, count in zip(batch, counts, strict=True) if count > one.spare_pages
+        ]
         if beyond:
             raise PageLimitReached(max(beyond))
-        fresh = self._pool.allocate(sum(short)) if any(short) else NO_PAGES
-        parts = list[Ids]()
-        for one, count, more in zip(batch, counts, short, strict=True):
-            parts.append(one.unused_pages[:count])
-            one.unused_pages = one.unused_pages[count:]
-            if more:
-                parts.append(fresh[:more])
-                one.allocated_pages.append(fresh[:more])
-                one.num_pages += more
-                fresh = fresh[more:]
-        return np.concatenate(parts)
+        fresh = self._pool.allocate(sum(counts)) if any(counts) else NO_PAGES
+        first = 0
+        for one, count in zip(batch, counts, strict=True):
+            if count:
+                one.allocated_pages.append(fresh[first : first + count])
+                one.num_pages += count
+                first += count
+        return fresh
 
 
 def _slots(batch: Sequence[RunningRequest]) -> Ids:

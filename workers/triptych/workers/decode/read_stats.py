@@ -14,6 +14,9 @@ from triptych.workers.kv.block_table import SectionTable
 Ids = NDArray[np.int32]
 Keys = NDArray[np.int64]
 
+SMALL = 1 << 31
+"""Mark of the ids of small pages, which are numbered apart from other pages."""
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -96,7 +99,9 @@ class Reading:
             for index, name in enumerate(self.names):
                 layer, head, column = np.nonzero(read[:, index])
                 row = (layer * heads + head).astype(np.int64) << 32
-                found.setdefault(name, []).append(row | part.pages[layer, index, head, column])
+                page = part.pages[layer, index, head, column].astype(np.int64)
+                page |= SMALL * (part.layout.parts > 1)
+                found.setdefault(name, []).append(row | page)
         return {name: np.concatenate(each) for name, each in found.items()}
 
 

@@ -46,7 +46,7 @@ class RunningRequest:
     position: int
     """Position of the input token of the next step."""
     unused_pages: Ids = field(default_factory=lambda: NO_PAGES)
-    """Empty pages of this request; its rows take their next pages from here first."""
+    """Empty recent pages of this request; its rows take their next ones from here first."""
     allocated_pages: list[Ids] = field(default_factory=lambda: [NO_PAGES])
     """Pages that this worker allocated for the request, in order."""
     num_pages: int = 0

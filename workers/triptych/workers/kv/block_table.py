@@ -60,9 +60,9 @@ class SectionTable:
         used: Mask = np.arange(self.width) < counts[..., None]
         return tokens.ravel(), self.pages[:, slot][used]
 
-    def run(self, slot: int) -> tuple[str, Ids, Ids]:
-        """Format name, tokens and page ids of a slot."""
-        return (self.layout.format.name, *self.read(slot))
+    def run(self, slot: int) -> tuple[PageLayout, Ids, Ids]:
+        """Layout, tokens and page ids of a slot."""
+        return (self.layout, *self.read(slot))
 
     def clear(self, slot: int) -> None:
         self.tokens[:, slot] = 0

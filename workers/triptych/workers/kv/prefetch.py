@@ -75,7 +75,8 @@ def pages_read(
 
 
 def _pages(table: SectionTable, layer: int, slots: Ids) -> tuple[Ids, Mask]:
-    """Page ids of rows, [slots, kv_heads, width], and a mask of the used entries."""
+    """Pages of the pool of rows, [slots, kv_heads, width], and a mask of the used entries."""
     counts = -(-table.tokens[layer, slots] // np.int32(table.layout.tokens))
     width = int(counts.max(initial=0))
-    return table.pages[layer, slots, :, :width], np.arange(width) < counts[..., None]
+    ids = table.pages[layer, slots, :, :width] // np.int32(table.layout.parts)
+    return ids, np.arange(width) < counts[..., None]

@@ -81,9 +81,8 @@ class SharedPrefix:
 class TokenSource(Protocol):
     """A source of one sequence's tokens in a worker's pages."""
 
-    @property
-    def sink(self) -> Ids:
-        """Raw pages, those of the sink first, [head rows, pages]."""
+    def copy_sink(self, target: Ids) -> None:
+        """Fill raw pages with the first tokens, [head rows, pages of the sink]."""
         ...
 
     def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
@@ -100,14 +99,17 @@ class RawPages:
 
     memory: DevicePages
     plan: PagePlan
-    sink: Ids
-    """All of its raw pages."""
+    pages: Ids
+    """All of its raw pages, [head rows, pages]."""
     significance: Tensor | None
     """Mean attention of each token, [head rows, tokens]; None if not needed."""
 
+    def copy_sink(self, target: Ids) -> None:
+        copy_pages(self.memory, self.pages[:, : target.shape[1]], target)
+
     def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
         put = self.memory.device.put
-        page, row = map(put, page_slots_of(self.sink, self.plan.raw.tokens, start, count))
+        page, row = map(put, page_slots_of(self.pages, self.plan.raw.tokens, start, count))
         transcode(self.memory.near, self.plan.raw, self.plan.high, page, row, *target)
         return None if self.significance is None else self.significance[:, start : start + count]
 
@@ -220,7 +222,7 @@ class PrefixStore:
         high = self._page_slots(blocks.high, self.plan.high.tokens, count)
         target = self._page_slots(raw, self.plan.raw.tokens, count)
         transcode(pages, self.plan.high, self.plan.raw, *high, *target)
-        self._copy(blocks.sink, raw[:, : blocks.sink.shape[1]])
+        copy_pages(self._memory, blocks.sink, raw[:, : blocks.sink.shape[1]])
         if attention is not None:
             geometry = self.plan.geometry
             means = segments(pages, self.plan.high).scores[high[0].long(), high[1].long()]
@@ -341,7 +343,8 @@ class PrefixStore:
         start, count = first * size, len(ids) * size
         target = self._page_slots(blocks.high, self.plan.high.tokens, count)
         means = source.copy(start, count, target)
-        self._copy(source.sink[:, : blocks.sink.shape[1]], blocks.sink)
+        if blocks.sink.size:
+            source.copy_sink(blocks.sink)
         if means is not None:
             scores = segments(self._memory.near, self.plan.high).scores
             scores[target[0].long(), target[1].long()] = means.flatten()
@@ -352,11 +355,11 @@ class PrefixStore:
         page, row = map(self.device.put, page_slots_of(pages, per_page, 0, count))
         return page, row
 
-    def _copy(self, source: Ids, target: Ids) -> None:
-        """Copy whole pages."""
-        read, write = (self.device.put(ids.astype(np.int64)) for ids in (source, target))
-        pages = self._memory.near
-        pages[write] = pages[read]
+
+def copy_pages(memory: DevicePages, source: Ids, target: Ids) -> None:
+    """Copy whole pages."""
+    read, write = (memory.device.put(ids.astype(np.int64)) for ids in (source, target))
+    memory.near[write] = memory.near[read]
 
 
 def _lookable(request: Request) -> Ids:

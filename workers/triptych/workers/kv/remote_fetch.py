@@ -33,7 +33,7 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.kvpool import About, Fetcher, WorkerPool
-from triptych.kvpool.rpc import page_ranges
+from triptych.workers.kv.handle_codec import copied_handle, pages_by_run
 from triptych.workers.stage import refuse
 
 logger = logging.getLogger(__name__)
@@ -163,19 +163,17 @@ class RemoteFetch:
 
     def _fetch_pages(self, request: str, handle: KVHandle, tenant: str) -> KVHandle:
         """Copy the pages of a handle to this node's arena; the new handle."""
-        parts = [page_ranges.unpack(run.pages, self._pool.capacity_pages) for run in handle.runs]
-        ids = np.concatenate(parts)
+        parts = pages_by_run(handle, self._pool.capacity_pages)
         formats = zip((run.format for run in handle.runs), map(len, parts), strict=True)
         about = About(tenant, tuple(formats))
         lease_ref, mine = self._fetcher.fetch(
-            request, handle.lease_ref, ids, lambda: self._is_cancelled(request), about
+            request,
+            handle.lease_ref,
+            np.concatenate(parts),
+            lambda: self._is_cancelled(request),
+            about,
         )
-        ends = np.cumsum([part.size for part in parts])[:-1]
-        moved = tuple(
-            replace(run, pages=page_ranges.pack(pages))
-            for run, pages in zip(handle.runs, np.split(mine, ends), strict=True)
-        )
-        return replace(handle, lease_ref=lease_ref, runs=moved)
+        return copied_handle(handle, self._pool.capacity_pages, lease_ref, mine)
 
     def _is_cancelled(self, request: str) -> bool:
         with self._lock:

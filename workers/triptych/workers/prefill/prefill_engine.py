@@ -357,10 +357,10 @@ class PrefillEngine:
         for prompt in prompts:
             self._store_significance(prompt)
         self.device.wait()
-        raw = self.plan.raw.format.name
+        raw = self.plan.raw
         lease_refs = self.pool.handoff(
             [(p.request.id, p.pages.ravel()) for p in prompts],
-            about=[About(p.request.tenant, ((raw, p.pages.size),)) for p in prompts],
+            about=[About(p.request.tenant, ((raw.format.name, p.pages.size),)) for p in prompts],
         )
         handles = list[KVHandle]()
         for prompt, lease_ref in zip(prompts, lease_refs, strict=True):

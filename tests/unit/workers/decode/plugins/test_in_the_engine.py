@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -32,7 +33,13 @@ PROMPTS = (list(range(2, 90)), list(range(60, 240)), [9, 8, 7] * 10)
 GREEDY = Sampling(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0)
 PATIENCE = 3
 NEUTRAL = "entropy_stop"
-SELECTION = {"method": "moments", "keep_fraction": 0.3, "budget_tokens": 0, "dense_layers": 0}
+SELECTION = {
+    "method": "moments",
+    "keep_fraction": 0.3,
+    "budget_tokens": 0,
+    "window_tokens": 8,
+    "dense_layers": 0,
+}
 
 
 def settings(model: Path, *plugins: object, **decode: object) -> AppConfig:
@@ -356,15 +363,16 @@ def stored(tiny_model: Path, threshold: float | None) -> tuple[list[int], int, i
     (dropped, held) = (0, 0)
     retire = Window.apply
 
-    def move(window: Window, retirement: RetirementPlan) -> None:
+    def move(window: Window, retirement: RetirementPlan) -> Any:
         nonlocal dropped
         before, low = held_tokens(engine), engine.tables[2].tokens[:, retirement.slots].copy()
         downgraded, places = retirement.plan.downgraded, retirement.plan.downgraded_places
         is_replaced = (places >= 0) & (places < low[..., None])
         gone = int(((downgraded >= 0) & (places < 0) | is_replaced).sum())
-        retire(window, retirement)
+        emptied = retire(window, retirement)
         assert before - held_tokens(engine) == gone
         dropped += gone
+        return emptied
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Window, "apply", move)

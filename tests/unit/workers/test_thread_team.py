@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from triptych.workers.core_scheduler import SharedCores
 from triptych.workers.thread_team import (
+    FIRST_REST_S,
     MAX_REST_S,
-    REST,
     WINDOW_S,
     ThreadTeam,
     Usage,
@@ -46,7 +46,7 @@ def test_a_team_gets_as_many_threads_as_it_was_given_cores(
     team = ThreadTeam(threads=threads).after(step(0.1, cores, 100), now_s=5.0)
     assert team.threads == given
     if given < threads:
-        assert team.enlarge_at_s == pytest.approx(5.0 + REST * 0.1)
+        assert team.enlarge_at_s == 5.0 + FIRST_REST_S
 
 
 def test_a_team_that_waits_for_a_disk_keeps_its_threads() -> None:
@@ -61,7 +61,19 @@ def test_short_steps_are_judged_together() -> None:
 
 
 def test_a_long_step_does_not_keep_a_team_small_for_ever() -> None:
+    assert ThreadTeam(threads=2).after(step(2, 0.5, 100), now_s=1.0).enlarge_at_s == 3.0
     assert ThreadTeam(threads=2).after(step(60, 0.5, 100), now_s=1.0).enlarge_at_s == 1 + MAX_REST_S
+
+
+def test_a_team_that_is_reduced_again_and_again_rests_longer() -> None:
+    team, rests = ThreadTeam(threads=2), list[float]()
+    for _ in range(8):
+        team = team.after(step(0.3, 1.0, 100), now_s=0.0).enlarged(2, 1)
+        rests.append(team.rest_s)
+    assert rests == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    for _ in range(70):
+        team = team.after(step(0.5, 2.0, 100), now_s=0.0)
+    assert (team.threads, team.rest_s) == (2, 0.0)
 
 
 @given(

@@ -122,22 +122,25 @@ class SharedCores:
         yield
         after = Usage.now()
         team = team.after(after - before, after.wall_s)
-        os.pwrite(self._turn, _TEAM.pack(team.threads, team.enlarge_at_s, *astuple(team.window)), 0)
+        numbers = team.threads, team.enlarge_at_s, team.rest_s, *astuple(team.window)
+        os.pwrite(self._turn, _TEAM.pack(*numbers), 0)
 
     def _read_team(self) -> ThreadTeam:
         """The team as the last step left it; all cores at the first step."""
         written = os.pread(self._turn, _TEAM.size, 0)
         if len(written) < _TEAM.size:
             return ThreadTeam(threads=self._cores)
-        threads, enlarge_at_s, wall_s, cpu_s, switches = _TEAM.unpack(written)
-        window = Usage(wall_s=wall_s, cpu_s=cpu_s, switches=switches)
+        threads, enlarge_at_s, rest_s, wall_s, cpu_s, switches = _TEAM.unpack(written)
         return ThreadTeam(
-            threads=min(threads, self._cores), window=window, enlarge_at_s=enlarge_at_s
+            threads=min(threads, self._cores),
+            window=Usage(wall_s=wall_s, cpu_s=cpu_s, switches=switches),
+            enlarge_at_s=enlarge_at_s,
+            rest_s=rest_s,
         )
 
 
-_TEAM = struct.Struct("=idddq")
-"""Threads, time of the next enlargement, and the window."""
+_TEAM = struct.Struct("=iddddq")
+"""Threads, time of the next enlargement, rest, and the window."""
 
 
 Cores = DedicatedCores | SharedCores

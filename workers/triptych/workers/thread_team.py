@@ -9,7 +9,7 @@ of cores that its threads are given, and is enlarged when cores are idle.
 import os
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 WINDOW_S = 0.05
@@ -18,10 +18,10 @@ LENIENCE = 0.3
 """Part of a core by which a team may miss its size. A calm machine gives two threads 1.9 cores."""
 SWITCHES_PER_S = 20
 """Threads that are preempted less often miss their time for another reason, such as a disk."""
-REST = 8
-"""A team that was reduced is enlarged after this many times the time in which it was too large, so
-that trying costs at most an eighth."""
-MAX_REST_S = 60.0
+FIRST_REST_S, MAX_REST_S = 0.5, 30.0
+"""Least and most time for which a team that was reduced is not enlarged. It is also as long as the
+steps that were judged, since a first step is slow for other reasons, and doubles if the enlarged
+team is reduced again soon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,23 +66,28 @@ class ThreadTeam:
     """What the steps used since the team was last judged."""
     enlarge_at_s: float = 0.0
     """Time (monotonic clock) before which the team is not enlarged."""
+    rest_s: float = 0.0
+    """Length of the last rest, less the time for which a team was large enough since."""
 
     def after(self, step: Usage, now_s: float) -> "ThreadTeam":
         """Judge the team if its window is full, and reduce it to the cores that it was given."""
         window = self.window + step
         if window.wall_s < WINDOW_S:
-            return ThreadTeam(threads=self.threads, window=window, enlarge_at_s=self.enlarge_at_s)
+            return replace(self, window=window)
         given = max(1, int(window.cpu_s / window.wall_s + LENIENCE))
         was_preempted = window.switches >= SWITCHES_PER_S * window.wall_s
         if given >= self.threads or not was_preempted:
-            return ThreadTeam(threads=self.threads, enlarge_at_s=self.enlarge_at_s)
-        rest_s = min(MAX_REST_S, REST * window.wall_s)
-        return ThreadTeam(threads=given, enlarge_at_s=now_s + rest_s)
+            calm_s = window.wall_s if self.threads > 1 else 0.0
+            return replace(self, window=NOTHING, rest_s=max(0.0, self.rest_s - calm_s))
+        rest_s = min(MAX_REST_S, max(FIRST_REST_S, window.wall_s, 2 * self.rest_s))
+        return ThreadTeam(threads=given, enlarge_at_s=now_s + rest_s, rest_s=rest_s)
 
     def enlarged(self, most: int, idle: int) -> "ThreadTeam":
         """The team with idle cores added, at most ``most`` threads."""
         threads = min(most, self.threads + max(0, idle))
-        return self if threads <= self.threads else ThreadTeam(threads=threads)
+        if threads <= self.threads:
+            return self
+        return ThreadTeam(threads=threads, rest_s=self.rest_s)
 
 
 def idle_cores(loadavg: Path = Path("/proc/loadavg")) -> int:

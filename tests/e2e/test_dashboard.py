@@ -105,13 +105,13 @@ def test_under_load_pages_change_colour_and_requests_pass_through(
     assert page.run("document.getElementById('health').textContent") == "serving"
     assert page.run("seen.kinds.length") >= 10_000
     crowd = server.crowd([f"Tale {n}. " + "The ship sailed on. " * 80 for n in range(3)], 160)
-    page.wait_for(f"{legend('fp16')} > 0 && {legend('k8v4')} > 0", timeout_s=150)
+    page.wait_for(f"{legend('k8v8')} > 0 && {legend('k8v4')} > 0", timeout_s=150)
     page.wait_for("document.getElementById('gantt').dataset.phases.includes('decoding')")
     page.screenshot(tmp_path / "load.png")
     page.run("document.querySelector('input[value=owner]').click()")
     page.run("document.querySelector('input[value=kind]').click()")
     crowd.join()
-    page.wait_for(f"{legend('fp16')} === 0 && {legend('k8v4')} === 0")
+    page.wait_for(f"{legend('k8v8')} === 0 && {legend('k8v4')} === 0")
     ways = page.run("state.requests.map(one => [one.end, one.tokens, one.steps.map(s => s[0])])")
     for end, tokens, way in ways[-3:]:
         assert (end, tokens) == ("finished", 160)

@@ -117,5 +117,5 @@ def test_a_frozen_replica_is_replaced_like_a_dead_one(server: Any) -> None:
     frozen = server.replicas("Decode")[0]
     os.kill(frozen.pid, signal.SIGSTOP)
     assert crowd.join() == {"length": 6}
-    assert not frozen.is_running()
+    server.wait_until(lambda: not frozen.is_running(), timeout_s=60)
     server.wait_until(lambda: server.pages_held() == 0, timeout_s=10)

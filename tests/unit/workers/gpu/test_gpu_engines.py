@@ -147,7 +147,11 @@ def test_the_arena_has_what_a_gpu_worker_wrote(
                 # Token slots after the last token of a row have arbitrary content.
                 full = [p for p in range(len(pages)) if p + 1 not in ends[counts > 0]]
                 at = memory.device.put(pages[full].astype(np.int64))
-                assert (memory.near[at].cpu() == memory.shared[at].cpu()).all()
+                near, shared = (
+                    arena.view(-1, table.layout.size_bytes)
+                    for arena in (memory.near, memory.shared)
+                )
+                assert (near[at].cpu() == shared[at].cpu()).all()
                 checked.append(len(full))
         return sends
 

@@ -315,16 +315,16 @@ class CompressEngine:
             "window": int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
         }
         classes, ranks, counts = plan_tokens(scores, lengths, high, low, **always)
-        counted = counts.T.contiguous().cpu().numpy()
-        low_pays = self._low_pays(counted)
+        low_pays = self._low_pays(counts.T.contiguous().cpu().numpy())
         if not low_pays.all():
             high = torch.where(self.device.put(low_pays), high, low)
             classes, ranks, counts = plan_tokens(scores, lengths, high, low, **always)
-            counted = counts.T.contiguous().cpu().numpy()
-        positions = self.device.put(own)
+        positions, recent = self.device.put(own), self._recent_class(group, tokens)
         places = [ranks.masked_fill(classes != name, NOT_IN_CLASS) for name in (HIGH, LOW)]
+        # Last, so that no work of the device is pending when the plan is announced.
+        counted = counts.T.contiguous().cpu().numpy()
         return [
-            self._recent_class(group, tokens),
+            recent,
             *(
                 ClassPlan(layout, positions, here, each)
                 for layout, here, each in zip(self.plan.classes, places, counted, strict=False)

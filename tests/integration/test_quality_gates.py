@@ -13,7 +13,7 @@ K8V8, K8V4, K4V4 = (
     for name in ("k8v8+basis=plain", "k8v4+basis=plain", "k4v4")
 )
 BOUNDS = {
-    # Without rotation the first token loses most in 8 bits: 0.0004, and 0.00006 when it had 16.
+    # Without rotation the first token loses most in 8 bits: 0.0004, and below 0.0001 in 16.
     K8V8: {"kl": 5e-4, "top1": 0.99, "data": 0.54},
     K8V4: {"kl": 0.002, "top1": 0.985, "data": 0.46},
     K4V4: {"kl": 0.009, "top1": 0.95, "data": 0.35},

@@ -60,7 +60,7 @@ INTERRUPTED_S = 0.5
 
 @dataclass
 class Stream:
-    """What one client got."""
+    """The stream of one client: text, times and how it ended."""
 
     text: str = ""
     ending: str = "cut"
@@ -75,7 +75,7 @@ class Stream:
 
 @dataclass
 class Round:
-    """What 16 clients and one newcomer saw."""
+    """Result of one kill: 16 streams, and a request sent right after it."""
 
     kind: str
     streams: int
@@ -159,7 +159,7 @@ async def newcomer(client: httpx.AsyncClient) -> float:
 
 
 def titles(server: Server) -> dict[psutil.Process, str]:
-    """What Ray has written over the command lines of the server's processes."""
+    """The title of each process of the server, which Ray sets as its command line."""
     found = dict[psutil.Process, str]()
     for process in psutil.Process(server.pid).children(recursive=True):
         with suppress(psutil.Error, IndexError):

@@ -168,7 +168,7 @@ class PageLayout:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What of a model decides the shape of its pages."""
+    """Layers, KV heads and head size of a model, which decide the shape of its pages."""
 
     layers: int
     kv_heads: int

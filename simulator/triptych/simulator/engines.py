@@ -100,7 +100,7 @@ class SimulatedEngine(Protocol):
 
 
 def lease_ref(request: str, tokens: int) -> KVHandle:
-    """A placeholder handle."""
+    """A handle with page counts and without pages, as simulated requests have none."""
     return KVHandle(LeaseRef("simulated", LeaseId(0), 0), (), tokens)
 
 

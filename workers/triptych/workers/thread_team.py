@@ -26,7 +26,7 @@ team is reduced again soon."""
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a process used since its start, or in a step: times in seconds."""
+    """Wall time, CPU time and preemptions of a process: since its start, or in a step."""
 
     wall_s: float
     cpu_s: float

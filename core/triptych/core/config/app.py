@@ -116,7 +116,7 @@ class AppConfig:
         require(count % shards == 0, name, count, expected)
 
     def worker_groups(self) -> dict[str, WorkerGroup]:
-        """What Ray starts to compute: a group per stage, or one, sized by ``decode``."""
+        """Groups of workers that Ray starts: one per stage, or a single one sized by ``decode``."""
         stages = {"prefill": self.prefill, "compressor": self.compressor, "decode": self.decode}
         if self.topology == "colocated":
             stages = {"decode": self.decode}

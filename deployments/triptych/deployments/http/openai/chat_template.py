@@ -1,4 +1,4 @@
-"""What a model's chat template takes: tools, content as parts, variables, reasoning.
+"""Finds out which inputs a chat template takes: tools, content as parts, variables, reasoning.
 
 Templates do not state this, so small conversations are rendered once, and looked at.
 """

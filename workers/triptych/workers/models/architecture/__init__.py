@@ -1,1 +1,1 @@
-"""What a checkpoint's architecture asks of attention, and which part of it is served."""
+"""Checks whether an architecture can be served: attention masks and calls, RoPE, weights."""

@@ -24,7 +24,7 @@ from triptych.evals.data.cases import Case, Footprint, Outcome
 from triptych.evals.metrics.footprint import of_rows
 from triptych.kernels.codec.quantizer import decode, encode
 from triptych.workers.models.facts import ModelFacts, describe
-from triptych.workers.models.pretrained import read_config, read_weights
+from triptych.workers.models.hf_model import read_model
 
 SIMULATED = re.compile(r"k([1-8]|16)v([1-8]|16)(?::([1248]):([1248]))?")
 
@@ -130,8 +130,7 @@ class TransformersRunner:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        path = self.model_path
-        return read_weights(path, read_config(path), "float32", "cpu", "sdpa")
+        return read_model(self.model_path, "float32", "cpu", "sdpa")
 
     def full_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of this many tokens in 16 bits."""

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from triptych.core.errors import ModelError
 from triptych.evals.data.cases import Case
@@ -26,8 +25,7 @@ from triptych.evals.methods.page_retrieval import LayerQueries
 from triptych.evals.studies.runner import BATCH_CASES
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.facts import ModelFacts, describe
-from triptych.workers.models.hf_model import ATTENTION, run_hf_model
-from triptych.workers.models.pretrained import read_config, read_weights
+from triptych.workers.models.hf_model import HFModel
 
 BLOCK_QUERIES = 256
 """Queries of a prompt whose attention weights are in memory at once."""
@@ -181,9 +179,8 @@ class MaskedModel:
     )
 
     @cached_property
-    def model(self) -> PreTrainedModel:
-        path = self.model_path
-        return read_weights(path, read_config(path), "float32", "cpu", ATTENTION)
+    def model(self) -> HFModel:
+        return HFModel.read(self.model_path, self.facts, "float32", "cpu")
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -236,7 +233,7 @@ class MaskedModel:
         count = len(tokens)
         positions = torch.arange(first, first + count)
         wanted = torch.arange(count - keep, count)
-        return run_hf_model(self.model, torch.tensor(tokens), positions, attend, wanted)
+        return self.model(torch.tensor(tokens), positions, attend, wanted)
 
 
 def _check_plain(layer: int, window: int, softcap: float) -> None:

@@ -3,8 +3,9 @@
 transformers calls the function registered under ``ATTENTION``.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
@@ -24,7 +25,10 @@ from triptych.workers.models.traits import ModelTraits
 
 ATTENTION = "triptych"
 
-_attend: ContextVar[Attend] = ContextVar("attend")
+AttendLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Layer; query, key and value as (T, H, D) -> (T, H, D of values)"""
+
+_attend: ContextVar[AttendLayer] = ContextVar("attend")
 """Attention of the pass that runs. Not every model passes arguments on to its attention."""
 
 
@@ -64,94 +68,64 @@ class HFModel:
         logits_at: Tensor,
         exits: Exits | None = None,
     ) -> Tensor:
-        """Logits, as ``run_hf_model``; ``exits`` is ignored."""
+        """Run transformers' own layers. ``exits`` is ignored.
 
-        def with_traits(
-            layer: int,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            *,
-            scale: float,
-            window: int,
-            softcap: float,
-        ) -> Tensor:
-            traits = self.layers[layer]
+        Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab)
+        Dtypes:  int64; float32 out
+        """
+
+        def attend_padded(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             mixed = attend(
                 layer,
                 self._padded(query),
                 self._padded(key),
                 self._padded(value),
-                scale=traits.scale,
-                window=traits.window,
-                softcap=traits.softcap,
+                **asdict(self.layers[layer]),
             )
             return mixed[:, :, : value.shape[2]]
 
-        return run_hf_model(self.model, tokens, positions, with_traits, logits_at)
+        token = _attend.set(attend_padded)
+        try:
+            out = self.model(
+                input_ids=tokens.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=logits_at,
+            )
+        finally:
+            _attend.reset(token)
+        return out.logits[0].float()
 
     def _padded(self, heads: Tensor) -> Tensor:
         missing = self.head_dim - heads.shape[2]
         return F.pad(heads, (0, missing)) if missing else heads
 
 
-def read_model(path: Path, dtype: DType, device: str) -> PreTrainedModel:
-    """Load the layers that read text.
+def read_model(
+    path: Path, dtype: DType, device: str, attention: str = ATTENTION
+) -> PreTrainedModel:
+    """Load the layers that read text, with an attention function of transformers.
 
     Raises: ModelError for what cannot be loaded, saying why
     """
     config = read_config(path)
     text = text_part(config)
     names = None if text is config else renamings(stored_names(path))
-    model = read_weights(path, text, dtype, device, ATTENTION, names)
+    model = read_weights(path, text, dtype, device, attention, names)
     fix_rope(model, text)
     return model
 
 
-def run_hf_model(
-    model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend, logits_at: Tensor
-) -> Tensor:
-    """Run any model through transformers' own layers.
-
-    Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab)
-    Dtypes:  int64; float32 out
-    """
-    token = _attend.set(attend)
-    try:
-        out = model(
-            input_ids=tokens.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=logits_at,
-        )
-    finally:
-        _attend.reset(token)
-    return out.logits[0].float()
-
-
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: object,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
 ) -> tuple[Tensor, None]:
-    """The attention function for transformers: (1, H, T, D) in, (1, T, H, D) out."""
-    layer = module.layer_idx
-    out = _attend.get()(
-        int(layer),  # pyright: ignore[reportArgumentType]  # observation has checked it
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
-        window=sliding_window or 0,
-        softcap=softcap or 0.0,
-    )
-    return out.unsqueeze(0), None
+    """The attention function for transformers: (1, H, T, D) in, (1, T, H, D) out.
+
+    Its other arguments were observed before the model was loaded.
+    """
+    heads = (part[0].transpose(0, 1) for part in (query, key, value))
+    layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]  # every layer has one
+    return _attend.get()(layer, *heads).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, _attention)  # pyright: ignore[reportUnknownMemberType]

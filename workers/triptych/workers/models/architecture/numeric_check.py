@@ -1,5 +1,5 @@
 # transformers and torch leave some methods untyped.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Compares a loaded model once with its own attention.
 
 Observation without weights finds what layers pass to attention. This finds tokens that are mixed
@@ -7,8 +7,8 @@ elsewhere: neighbours of a ragged batch would change an answer.
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triptych.core.errors import ModelError
+from triptych.kernels.prefill.reference import prefill_attention
 from triptych.workers.models.attention_interface import Attend
 
 Network = Callable[[Tensor, Tensor, Attend, Tensor], Tensor]
@@ -50,14 +51,9 @@ def _alone(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     ours = model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
     model.set_attn_implementation("eager")
     try:
-        return [model(one[None], use_cache=False).logits[0] for one in _parts(ids)]
+        return [model(one[None], use_cache=False).logits[0] for one in torch.split(ids, LENGTHS)]
     finally:
         model.set_attn_implementation(str(ours))
-
-
-def _parts(rows: Tensor) -> tuple[Tensor, ...]:
-    """The rows of each sequence."""
-    return cast("tuple[Tensor, ...]", rows.split(LENGTHS))
 
 
 def _causal_attention(
@@ -71,20 +67,5 @@ def _causal_attention(
     softcap: float,
 ) -> Tensor:
     """An ``Attend`` of whole sequences of these lengths."""
-    parts = zip(_parts(query), _parts(key), _parts(value), strict=True)
-    return torch.cat([_attend_one(*part, scale, window, softcap) for part in parts])
-
-
-def _attend_one(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
-) -> Tensor:
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    positions = torch.arange(len(query), device=query.device)
-    distance = positions[:, None] - positions
-    visible = (distance >= 0) & (distance < (window or len(query)))
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value.float()).to(query.dtype)
+    ends = (0, *accumulate(LENGTHS))
+    return prefill_attention(query, key, value, ends, scale=scale, window=window, softcap=softcap)

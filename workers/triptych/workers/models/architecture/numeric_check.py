@@ -51,7 +51,7 @@ def _alone(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     ours = model.config._attn_implementation  # pyright: ignore[reportPrivateUsage]
     model.set_attn_implementation("eager")
     try:
-        return [model(one[None], use_cache=False).logits[0] for one in torch.split(ids, LENGTHS)]
+        return [model(one[None], use_cache=False).logits[0] for one in torch.split(ids, [*LENGTHS])]
     finally:
         model.set_attn_implementation(str(ours))
 

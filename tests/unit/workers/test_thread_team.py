@@ -68,12 +68,20 @@ def test_a_long_step_does_not_keep_a_team_small_for_ever() -> None:
 def test_a_team_that_is_reduced_again_and_again_rests_longer() -> None:
     team, rests = ThreadTeam(threads=2), list[float]()
     for _ in range(8):
-        team = team.after(step(0.3, 1.0, 100), now_s=0.0).enlarged(2, 1)
+        team = team.after(step(0.3, 1.0, 100), now_s=0.0).enlarged(2, 1, now_s=MAX_REST_S)
         rests.append(team.rest_s)
     assert rests == [0.5, 1, 2, 4, 8, 16, 30, 30]
     for _ in range(70):
         team = team.after(step(0.5, 2.0, 100), now_s=0.0)
     assert (team.threads, team.rest_s) == (2, 0.0)
+
+
+def test_a_team_is_enlarged_after_its_rest_if_a_core_is_idle_and_later_in_any_case() -> None:
+    team = ThreadTeam(threads=2).after(step(0.3, 1.0, 100), now_s=1.0)
+    assert team.enlarged(2, 1, now_s=1.4).threads == 1
+    assert team.enlarged(2, 1, now_s=1.5).threads == 2
+    assert team.enlarged(2, 0, now_s=31.4).threads == 1
+    assert team.enlarged(2, 0, now_s=31.5).threads == 2
 
 
 @given(
@@ -91,8 +99,7 @@ def test_a_team_never_leaves_its_bounds(
         now_s += wall_s
         before, team = team, team.after(used, now_s)
         assert 1 <= team.threads <= before.threads
-        if now_s >= team.enlarge_at_s:
-            team = team.enlarged(most, idle)
+        team = team.enlarged(most, idle, now_s)
         assert 1 <= team.threads <= most
 
 

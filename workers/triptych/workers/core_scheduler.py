@@ -115,8 +115,8 @@ class SharedCores:
     def _team(self) -> Generator[None]:
         """Run a step with the shared thread team, and judge the team by what the step used."""
         team, before = self._read_team(), Usage.now()
-        if team.threads < self._cores and before.wall_s >= team.enlarge_at_s:
-            team = team.enlarged(self._cores, idle_cores())
+        if team.threads < self._cores:
+            team = team.enlarged(self._cores, idle_cores(), before.wall_s)
         if team.threads != torch.get_num_threads():
             torch.set_num_threads(team.threads)
         yield

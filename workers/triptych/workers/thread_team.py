@@ -82,12 +82,19 @@ class ThreadTeam:
         rest_s = min(MAX_REST_S, max(FIRST_REST_S, window.wall_s, 2 * self.rest_s))
         return ThreadTeam(threads=given, enlarge_at_s=now_s + rest_s, rest_s=rest_s)
 
-    def enlarged(self, most: int, idle: int) -> "ThreadTeam":
-        """The team with idle cores added, at most ``most`` threads."""
-        threads = min(most, self.threads + max(0, idle))
+    def enlarged(self, most: int, idle: int, now_s: float) -> "ThreadTeam":
+        """The team after its rest, with idle cores added, at most ``most`` threads.
+
+        One thread is added after ``MAX_REST_S`` more even if no core seems idle: in a container
+        the count may be that of other cores.
+        """
+        if now_s < self.enlarge_at_s:
+            return self
+        added = max(idle, int(now_s >= self.enlarge_at_s + MAX_REST_S))
+        threads = min(most, self.threads + added)
         if threads <= self.threads:
             return self
-        return ThreadTeam(threads=threads, rest_s=self.rest_s)
+        return ThreadTeam(threads=threads, enlarge_at_s=now_s, rest_s=self.rest_s)
 
 
 def idle_cores(loadavg: Path = Path("/proc/loadavg")) -> int:

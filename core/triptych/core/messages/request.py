@@ -1,0 +1,222 @@
+"""A request, and what is reported about it: sampling, log probabilities, compression."""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Literal
+
+from triptych.core.errors import MessageError
+
+FinishReason = Literal["stop", "length"]
+Stage = Literal["prefill", "compress", "decode"]
+STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
+"""In the order of a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling parameters of a request, named as vLLM's and OpenAI's."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely, relative to the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens seen in prompt or answer (multiplies negative ones)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer already has."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the answer."""
+    seed: int = 0
+    """Seed of the sampler: its random numbers depend on the seed and the position alone, in any
+    batch. Logits differ in their last digits beside other requests, which can change a token."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and the value added to its logit."""
+    max_tokens: int = 16
+    """Maximum output tokens."""
+    min_tokens: int = 0
+    """End-of-sequence and stop ids are not drawn before this many tokens."""
+    ignore_eos: bool = False
+    """Continue after the model's end token."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are not part of it."""
+    include_stop: bool = False
+    """Keep the stop text in the answer."""
+    tool_calls: bool = False
+    """The answer may contain tool calls, in which stop texts are not matched."""
+    tool_calls_first: bool = False
+    """Tool calls stand only at the beginning: an answer that begins otherwise is text as a whole,
+    tags of calls included."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, beside the model's own."""
+    logprobs: int = -1
+    """Alternatives per token to report; 0: the drawn token's only; -1: none."""
+    prompt_logprobs: int = -1
+    """The same for prompt tokens. The prompt is then computed without the prefix cache, which
+    stores no log probabilities."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    grammar: str = ""
+    """Grammar of the answer, as encoded by ``core.grammar``; empty: none."""
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether log probabilities are reported. A takeover worker cannot report them for older
+        tokens."""
+        return self.logprobs >= 0 or self.prompt_logprobs >= 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Service-level objectives of a request, in seconds; 0: none."""
+
+    ttft_s: float = 0.0
+    """Time to first token (TTFT)."""
+    tpot_s: float = 0.0
+    """Mean time per output token after the first (TPOT)."""
+    deadline_s: float = 0.0
+    """End-to-end latency."""
+
+
+NO_SLO = Slo()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginOverride:
+    """Settings of one plug-in of the decode step for one request."""
+
+    plugin: str
+    """Its label."""
+    on: bool = True
+    options: dict[str, float] = field(default_factory=dict[str, float])
+    """Options that the request sets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate. A client's request with ``n`` choices becomes ``n`` of these."""
+
+    id: str
+    """Internal id, unique; not the client's."""
+    prompt: tuple[int, ...]
+    """Token ids of the prompt."""
+    sampling: Sampling
+    """Sampling parameters."""
+    reply_to: str
+    """Address of the ingress that receives the tokens."""
+    output_tokens: tuple[int, ...] = ()
+    """Output tokens that the client has received; generation continues after them."""
+    attempt: int = 0
+    """Number of this attempt. Attempts after the first are queued first and never refused."""
+    skipped: int = 0
+    """First tokens of the sequence that are not computed: they precede the context window."""
+    goes_on: bool = False
+    """Whether generation continues after ``max_tokens`` in the next context window."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only if their salts are equal."""
+    tenant: str = ""
+    """Digest of the client's API key: identifies the tenant for fair queueing and cache quotas."""
+    priority: int = 0
+    """Priority among the requests of the tenant: lower runs sooner."""
+    weight: float = 1.0
+    """The tenant's weight in fair queueing."""
+    slo: Slo = NO_SLO
+    """Deadlines; a request that would miss them is refused."""
+    traceparent: str = ""
+    """W3C trace context that the client sent; empty: none."""
+    session: str = ""
+    """The client's id of the conversation; its cached prefixes are protected from eviction for
+    ``session_ttl_s``."""
+    cached_at_most: int | None = None
+    """Maximum tokens taken from a cached prefix; None: no limit."""
+    plugin_overrides: tuple[PluginOverride, ...] = ()
+    """Plug-in settings of this request, where they differ from the server's."""
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Tokens of the sequence in the current window: prompt and output so far."""
+        return (self.prompt + self.output_tokens)[self.skipped :]
+
+    @property
+    def known_tokens(self) -> int:
+        """Number of ``known`` tokens."""
+        return len(self.prompt) + len(self.output_tokens) - self.skipped
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log probabilities of its prompt are still to be computed.
+
+        They are those of the model, so the prompt neither reads nor joins the prefix cache.
+        """
+        return self.sampling.prompt_logprobs >= 0 and not self.output_tokens
+
+    @property
+    def known_prompt_tokens(self) -> int:
+        """How many of the ``known`` tokens are of the prompt."""
+        return max(0, len(self.prompt) - self.skipped)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One token's log probability and the most likely alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRank:
+    """Log probability and rank of one prompt token, given those before it."""
+
+    logprob: float
+    rank: int
+    """1: the most likely token."""
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens there with their log probabilities, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log probabilities of a prompt: a row for each token but the first. Little-endian arrays."""
+
+    top: int
+    """Alternatives of each row."""
+    ids: bytes
+    """int32 [rows, top], most likely first."""
+    logprobs: bytes
+    """float32 [rows, 1 + top]: of the prompt's own token, then of the alternatives."""
+    ranks: bytes
+    """int32 [rows]: of the prompt's own token."""
+
+    def rows(self) -> Iterator[TokenRank]:
+        """Raises: MessageError if the arrays do not fit together"""
+        count, top = len(self.ranks) // 4, self.top
+        sizes = (len(self.ranks), len(self.ids), len(self.logprobs))
+        if top < 0 or sizes != (4 * count, 4 * count * top, 4 * count * (1 + top)):
+            raise MessageError(f"log probabilities of a prompt: {sizes} bytes for top={top}")
+        ids = struct.iter_unpack(f"<{top}i", self.ids) if top else repeat((), count)
+        values = struct.iter_unpack(f"<f{top}f", self.logprobs)
+        for row, (own, *best), (rank,) in zip(
+            ids, values, struct.iter_unpack("<i", self.ranks), strict=True
+        ):
+            yield TokenRank(logprob=own, rank=rank, top=tuple(zip(row, best, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionReport:
+    """Policy and bytes of one compressed request."""
+
+    policy: str
+    """The policy, such as ``uniform:k8v4``."""
+    raw_bytes: int
+    """Bytes of the raw 16-bit keys and values."""
+    stored_bytes: int
+    """Bytes of the pages that hold them now, for this request alone."""
+    shared_bytes: int = 0
+    """Bytes of shared pages of a cached prefix that the request reads."""

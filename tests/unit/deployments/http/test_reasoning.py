@@ -161,6 +161,10 @@ def test_variables_are_those_of_the_template(own_http, own_engine, reasoner, fie
     assert prompt_of(own_http, own_engine, reasoner, **fields).endswith(end)
 
 
+def test_words_and_variables_of_a_loop_are_no_variables(reasoner) -> None:
+    assert ChatTemplate(reasoner).variables == {"enable_thinking", "style"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

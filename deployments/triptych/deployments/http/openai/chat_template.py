@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from jinja2 import TemplateError
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import SandboxedEnvironment
 
 from triptych.deployments.http.openai.reasoning_parser import (
     THINK_CLOSE,
@@ -27,6 +29,9 @@ RESERVED = {
 """Variables that other fields set."""
 ALWAYS_TAKEN = ("enable_thinking", "thinking")
 """Variables that clients send to any model; they are booleans."""
+
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""transformers' own tag, which marks answers in training data."""
 
 _PROBE = "triptychprobe"
 _PROBE_TOOL: Mapping[str, object] = {
@@ -55,13 +60,23 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names in the template that requests may set."""
-        names = set(re.findall(r"[A-Za-z_]\w*", self._text)) - RESERVED
-        return frozenset(name for name in names if not name.endswith("_token"))
+        """Variables of the template that requests may set."""
+        found = self._looked_up - RESERVED
+        return frozenset(name for name in found if not name.endswith("_token"))
+
+    @property
+    def takes_documents(self) -> bool:
+        return "documents" in self._looked_up
 
     @cached_property
-    def takes_documents(self) -> bool:
-        return re.search(r"\bdocuments\b", self._text) is not None
+    def _looked_up(self) -> frozenset[str]:
+        """Names that the template reads and does not set itself; none if it has an error."""
+        environment = SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+        try:
+            tree = environment.parse(_GENERATION.sub("", self._text))
+        except TemplateError:
+            return frozenset()
+        return frozenset(find_undeclared_variables(tree)) - environment.globals.keys()
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -94,7 +109,7 @@ class ChatTemplate:
     def warm_up(self) -> None:
         """Render the conversations now instead of at the first chat."""
         if self._text:
-            _ = self.variables, self.tool_format, self.takes_parts
+            _ = self._looked_up, self.tool_format, self.takes_parts
 
     def thinking(self, prompt_tail: str) -> Thinking:
         """How an output begins, by the last text of its prompt."""

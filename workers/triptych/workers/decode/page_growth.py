@@ -11,7 +11,7 @@ from triptych.kvpool import WorkerPool
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.running_batch import RunningRequest
-from triptych.workers.decode.window import Window
+from triptych.workers.decode.window import RECENT, Window
 from triptych.workers.kv.block_table import PageTable, Sections
 from triptych.workers.kv.device_pages import NO_PAGES
 from triptych.workers.kv.handle_codec import small_pages
@@ -131,7 +131,7 @@ class PageGrowth:
         ids = self._take_recent(batch, lacking) if is_recent else self._take(batch, lacking)
         table.append_pages(slots, wanted, ids, first)
         for slot in slots.tolist():
-            self._sections.moved(slot)
+            self._sections.moved(slot, RECENT if is_recent else None)
 
     def _take_recent(self, batch: Sequence[RunningRequest], counts: Sequence[int]) -> Ids:
         """Recent pages for each request: first its unused ones, then newly allocated ones."""

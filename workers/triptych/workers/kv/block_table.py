@@ -141,34 +141,44 @@ class Sections:
 
     def __init__(self, tables: Sequence[SectionTable], device: Device) -> None:
         self.tables, self.device = tables, device
-        self._moved = set[int]()
+        self._moved = [set[int]() for _ in tables]
         self._pages = [device.put(table.entries) for table in tables]
-        self._tokens = [device.put(table.tokens) for table in tables]
-        parts = list(zip(tables, self._pages, self._tokens, strict=True))
+        self._tokens = None if device.is_host else device.put(_token_counts(tables, slice(None)))
+        tokens = [device.put(t.tokens) for t in tables] if self._tokens is None else self._tokens
+        parts = list(zip(tables, self._pages, tokens, strict=True))
         layers = len(tables[0].pages)
         self.of_layer = [[_section(*part, layer) for part in parts] for layer in range(layers)]
         """Sections of each layer, one for each table."""
         self.every_layer = [_all_rows(*part) for part in parts]
         """One section per table with all layers: slot s of layer l is slot ``l * slots + s``."""
 
-    def moved(self, slot: int) -> None:
-        """Mark the page ids of a slot as changed."""
+    def moved(self, slot: int, table: int | None = None) -> None:
+        """Mark the page ids of a slot as changed; ``table``: only there."""
         if not self.device.is_host:
-            self._moved.add(slot)
+            for moved in self._moved if table is None else [self._moved[table]]:
+                moved.add(slot)
 
     def renew(self, slots: Ids) -> None:
-        """Copy the current state of these slots to the device."""
-        if self.device.is_host:
+        """Copy the current state of these slots to the device.
+
+        Two copies, and two more for each table with changed page ids.
+        """
+        if self._tokens is None:
             return
         at = self.device.put(slots.astype(np.int64))
-        for table, tokens in zip(self.tables, self._tokens, strict=True):
-            tokens[:, at] = self.device.put(table.tokens[:, slots])
-        moved = sorted(self._moved.intersection(slots.tolist()))
-        if moved:
-            at = self.device.put(np.array(moved, np.int64))
-            for table, pages in zip(self.tables, self._pages, strict=True):
-                pages[:, at] = self.device.put(table.entries[:, moved])
-            self._moved.difference_update(moved)
+        self._tokens[:, :, at] = self.device.put(_token_counts(self.tables, slots))
+        wanted = set(slots.tolist())
+        for table, pages, moved in zip(self.tables, self._pages, self._moved, strict=True):
+            renewed = sorted(moved & wanted)
+            if renewed:
+                at = self.device.put(np.array(renewed, np.int64))
+                pages[:, at] = self.device.put(table.entries[:, renewed])
+                moved.difference_update(renewed)
+
+
+def _token_counts(tables: Sequence[SectionTable], slots: Ids | slice) -> Ids:
+    """Tokens of each table and row: [tables, layers, slots, kv_heads]."""
+    return np.stack([table.tokens[:, slots] for table in tables])
 
 
 def _section(table: SectionTable, pages: Tensor, tokens: Tensor, layer: int) -> Section:

@@ -6,6 +6,7 @@ Each operation is an ``Op``. A call runs the implementation for the device of it
 
 from typing import Any
 
+from triptych.kernels.blocked_product import BlockedProduct, in_pieces
 from triptych.kernels.codec import (
     NUMERICS_VERSION,
     append_tokens,
@@ -41,6 +42,7 @@ __all__ = [
     "ALWAYS_HIGH",
     "NUMERICS_VERSION",
     "OPS",
+    "BlockedProduct",
     "Op",
     "PageLists",
     "Past",
@@ -53,6 +55,7 @@ __all__ = [
     "decode_attention",
     "draw_tokens",
     "gate",
+    "in_pieces",
     "largest_sums",
     "load_tokens",
     "mass_limits",

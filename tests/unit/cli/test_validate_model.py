@@ -93,19 +93,26 @@ SPOILT: dict[str, tuple[Edit, str]] = {
     "a cut header": (cut_the_header, "not a safetensors file, or cut short"),
     "GPTQ tensors": (
         lambda path: quantize(path, "k_proj", torch.int32, "qweight"),
-        "k_proj.qweight (I32) are quantized",
+        "k_proj.qweight (I32) are quantized in a way that is not read",
     ),
     "FP8 tensors": (
         lambda path: quantize(path, "q_proj", torch.float8_e4m3fn),
-        "q_proj.weight (F8_E4M3) are quantized",
+        "q_proj.weight (F8_E4M3) are quantized in a way that is not read",
     ),
-    "a GPTQ config": (
-        lambda path: set_config(path, quantization_config={"quant_method": "gptq", "bits": 4}),
-        "quantized by gptq",
+    "FP8 weights without scales": (
+        lambda path: (
+            quantize(path, "q_proj", torch.float8_e4m3fn),
+            set_config(path, quantization_config={"quant_method": "fp8"}),
+        ),
+        "q_proj.weight (F8_E4M3) are quantized in a way that is not read",
     ),
-    "an FP8 config": (
-        lambda path: set_config(path, quantization_config={"quant_method": "fp8"}),
-        "quantized by fp8",
+    "a config of 3 bits": (
+        lambda path: set_config(path, quantization_config={"quant_method": "gptq", "bits": 3}),
+        "(gptq with 3 bits)",
+    ),
+    "a bitsandbytes config": (
+        lambda path: set_config(path, quantization_config={"quant_method": "bitsandbytes"}),
+        "(quant_method 'bitsandbytes')",
     ),
     "another shape": (lambda path: set_config(path, intermediate_size=128), "has shape [256, 128]"),
     "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "no usable tokenizer"),

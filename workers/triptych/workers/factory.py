@@ -55,7 +55,9 @@ def load_model(
 def _load_context(
     config: AppConfig, plan: PagePlan, model_path: Path, device: torch.device
 ) -> ModelContext:
-    model = load(model_path, config.model.dtype, str(device))
+    model = load(
+        model_path, config.model.dtype, str(device), quantization=config.model.quantization
+    )
     return ModelContext(
         ModelRunner(model, Coordinates.of(plan.policy.kv_rotation, plan.geometry, device)),
         OutputFactory(model, config.context_tokens(model.context_tokens)),
@@ -72,7 +74,7 @@ def prefix_store(
     """Prefix cache access for a model of this revision; None if the prefix cache is off."""
     if plan.prefix_bytes == 0:
         return None
-    return PrefixStore(pool, plan, revision, config.model.dtype, device)
+    return PrefixStore(pool, plan, revision, config.model.arithmetic, device)
 
 
 def make_engines(

@@ -54,6 +54,12 @@ ApiKey = Annotated[
     list[str] | None, typer.Option(help="Key that clients must send; repeat it for several keys.")
 ]
 DType = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        help="auto: 4-bit checkpoints stay in 4 bits; int4: any weights in 4 bits; none: in dtype."
+    ),
+]
 KVCacheMemory = Annotated[
     str | None,
     typer.Option(
@@ -89,6 +95,7 @@ def serve(
     served_model_name: ServedName = None,
     api_key: ApiKey = None,
     dtype: DType = None,
+    quantization: Quantization = None,
     kv_cache_memory_bytes: KVCacheMemory = None,
     enable_prefix_caching: PrefixCaching = None,
     generation_config: GenerationConfig = None,
@@ -104,6 +111,7 @@ def serve(
         served_model_name=tuple(served_model_name or ()),
         api_key=tuple(api_key or ()),
         dtype=dtype,
+        quantization=quantization,
         kv_cache_memory_bytes=kv_cache_memory_bytes,
         enable_prefix_caching=enable_prefix_caching,
         generation_config=generation_config,

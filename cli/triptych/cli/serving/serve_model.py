@@ -28,6 +28,7 @@ class ModelOptions:
     dtype: str | None = None
     kv_cache_memory_bytes: str | None = None
     enable_prefix_caching: bool | None = None
+    quantization: str | None = None
     generation_config: str | None = None
     chat_template: Path | None = None
     settings: Sequence[str] = ()
@@ -72,6 +73,7 @@ def _args(model: str | None, options: ModelOptions, keys: Path) -> dict[str, Any
         "model.served_model_name": list(options.served_model_name) or None,
         "model.max_model_len": options.max_model_len,
         "model.dtype": options.dtype,
+        "model.quantization": options.quantization,
         "model.generation_config": options.generation_config,
         "model.chat_template": options.chat_template and str(options.chat_template.absolute()),
         "decode.max_num_seqs": options.max_num_seqs,

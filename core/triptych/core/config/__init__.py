@@ -3,7 +3,7 @@
 from triptych.core.config.app import AppConfig, WorkerGroup
 from triptych.core.config.experimental import ExperimentalConfig
 from triptych.core.config.ingress import IngressConfig
-from triptych.core.config.model import DType, ModelConfig
+from triptych.core.config.model import DType, ModelConfig, Quantization
 from triptych.core.config.network import NetworkConfig
 from triptych.core.config.pool import PoolConfig
 from triptych.core.config.request_limits import RequestLimitsConfig
@@ -36,6 +36,7 @@ __all__ = [
     "NetworkConfig",
     "PoolConfig",
     "PrefillConfig",
+    "Quantization",
     "RequestLimitsConfig",
     "RouterConfig",
     "SelectionConfig",

@@ -7,6 +7,7 @@ from typing import Literal
 from triptych.core.config.values import require
 
 DType = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "none", "int4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,11 @@ class ModelConfig:
     dtype: DType = "bfloat16"
     """Type of weights and activations."""
 
+    quantization: Quantization = "auto"
+    """How the weights of linear layers are kept in memory: ``auto``, in 4 bits if the checkpoint
+    has 4 bits and nothing is lost, else in ``dtype``; ``none``, in ``dtype``; ``int4``, in 4 bits,
+    with a scale and a zero point for 32 weights. 4 bits need a CPU and plain layers."""
+
     max_model_len: int | Literal["auto"] = "auto"
     """Maximum tokens of prompt plus answer; ``auto``: the context that the model was trained for.
     Above that context, sequences are computed in overlapping windows."""
@@ -49,6 +55,11 @@ class ModelConfig:
         require(fits, "model.served_model_name", self.served_model_name, expected)
         tokens = self.max_model_len
         require(tokens == "auto" or tokens > 1, "model.max_model_len", tokens, "'auto' or > 1")
+
+    @property
+    def arithmetic(self) -> str:
+        """What decides, beside the checkpoint, which numbers a model computes."""
+        return self.dtype if self.quantization == "auto" else f"{self.dtype}, {self.quantization}"
 
     @property
     def public_name(self) -> str:

@@ -11,6 +11,7 @@ from numba import carray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
+from triptych.kernels.blocked_product import BlockedProduct
 from triptych.kernels.codegen.numba_runtime import (
     fetch_add,
     float_of_bits,
@@ -87,19 +88,19 @@ def _turn(heads: Tensor) -> Tensor:
     By oneDNN's product of blocked weights: it multiplies each row in the same order, whatever the
     number of rows. torch's own product does not, so that an output would depend on its neighbours.
     """
-    blocked = _blocked_hadamard(heads.shape[-1])
-    if blocked is None:
+    product = _hadamard_product(heads.shape[-1])
+    if product is None:
         return heads @ hadamard(heads.shape[-1])
-    return torch.ops.mkldnn._linear_pointwise.default(heads, blocked, None, "none", [], "")
+    return product(heads.reshape(-1, heads.shape[-1])).view(heads.shape)
 
 
 @cache
-def _blocked_hadamard(dim: int) -> Tensor | None:
-    """The matrix, which is symmetric, in oneDNN's layout; None where torch has no oneDNN."""
-    if not torch.backends.mkldnn.is_available():
+def _hadamard_product(dim: int) -> BlockedProduct | None:
+    """The product with the matrix, which is symmetric; None where torch has no oneDNN."""
+    if not BlockedProduct.takes(torch.float32):
         return None
     with torch.no_grad():
-        return torch.ops.mkldnn._reorder_linear_weight(hadamard(dim).contiguous(), None)
+        return BlockedProduct.of(hadamard(dim))
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

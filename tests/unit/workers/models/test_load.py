@@ -28,7 +28,8 @@ from triptych.workers.models.facts import describe
 from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.hf_model import HFModel
 from triptych.workers.models.load import load
-from triptych.workers.models.weights import drop_read_pages, read_plain
+from triptych.workers.models.traits import HEAD
+from triptych.workers.models.weights.plain_weights import drop_read_pages, read_plain
 
 SaveModel = Callable[[PreTrainedConfig], Path]
 
@@ -83,7 +84,8 @@ def test_weights_come_in_the_type_that_was_asked_for(
         assert {weight.dtype for weight in model.parameters()} == {getattr(torch, name)}
         assert not model.training
         assert not any(weight.requires_grad for weight in model.parameters())
-        assert load(path, name).network.step_bytes == loaded.step_bytes
+        # Fused norms keep float32.
+        assert 1 <= load(path, name).network.step_bytes / loaded.step_bytes < 1.01
 
 
 def test_the_second_process_describes_and_loads_plain_layers_without_transformers(
@@ -129,7 +131,7 @@ def test_weights_under_other_names_are_read_by_transformers(
     weights = {name.removeprefix("model."): part for name, part in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
     found = read_plain(path, plain, "float32", "cpu")
-    assert direct.keys() == found.keys() == plain.tensors.keys()
+    assert direct.keys() | {HEAD} == found.keys() == plain.tensors.keys()
     assert all(torch.equal(found[name], part) for name, part in direct.items())
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from triptych.workers.models.load import load
 from triptych.workers.models.runner import ModelRunner
-from triptych.workers.models.weights import pack
+from triptych.workers.models.weights.linear import pack
 
 SaveModel = Callable[[PreTrainedConfig], Path]
 LENGTHS = (1, 23, 12)

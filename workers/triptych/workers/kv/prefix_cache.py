@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.core.config import DType
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
 from triptych.core.messages import Prefix, Request
 from triptych.core.pages import BLOCK_PAGES, PagePlan
@@ -143,7 +142,8 @@ class PrefixStore:
     plan: PagePlan
     revision: str
     """Hash of all that decides what the model computes (``ModelFacts.revision``)."""
-    dtype: DType
+    arithmetic: str
+    """``ModelConfig.arithmetic``."""
     """Data type of the model's computation."""
     device: Device = CPU
     skipped: Counter[str] = field(default_factory=Counter[str])
@@ -151,7 +151,7 @@ class PrefixStore:
 
     def __post_init__(self) -> None:
         self._memory = DevicePages.in_place(self.pool.arena, self.device)
-        self._profile = profile_of(self.plan, self.dtype)
+        self._profile = profile_of(self.plan, self.arithmetic)
 
     def namespace(self, cache_salt: str) -> Namespace:
         """The namespace of prefixes that requests with this salt can share."""
@@ -379,7 +379,7 @@ def page_slots_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Id
     return first, second
 
 
-def profile_of(plan: PagePlan, dtype: DType) -> str:
+def profile_of(plan: PagePlan, arithmetic: str) -> str:
     """Digest of everything that the bytes of a prefix's pages depend on."""
     parts = (
         PAGES_VERSION,
@@ -391,7 +391,7 @@ def profile_of(plan: PagePlan, dtype: DType) -> str:
         plan.block_sink_pages,
         plan.policy.kv_rotation,
         plan.policy.needs_significance,
-        dtype,
+        arithmetic,
     )
     # Files of prefixes on disk carry this digest: it keeps the class name of earlier releases.
     text = repr(parts).replace("KVRotation(", "Basis(", 1)

@@ -16,7 +16,8 @@ from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits, ExitTracker
 from triptych.workers.models.facts import ModelFacts
 from triptych.workers.models.traits import HEAD, PlainTraits
-from triptych.workers.models.weights import EMBEDDING, Linear, Weights, pack
+from triptych.workers.models.weights.linear import Linear, Packing, pack
+from triptych.workers.models.weights.plain_weights import EMBEDDING, Weights
 
 EXACT_LOGITS = 64
 """Largest logits of a row that are recomputed in float32 for 16-bit models."""
@@ -31,6 +32,10 @@ class Norm:
     epsilon: float
     dtype: torch.dtype
     """Type of its result."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weight.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
         return rms_norm(rows, self.weight, self.epsilon, self.dtype)
@@ -56,6 +61,13 @@ class _Block:
     gate_up: Linear
     down: Linear
 
+    @property
+    def size_bytes(self) -> int:
+        norms = (self.input_norm, self.query_norm, self.key_norm, self.mlp_norm)
+        products = (self.qkv, self.out, self.gate_up, self.down)
+        norm_bytes = sum(norm.size_bytes for norm in norms if norm is not None)
+        return norm_bytes + sum(product.size_bytes for product in products)
+
 
 class FusedModel:
     """The fused forward pass, with its own copy of the weights.
@@ -68,23 +80,30 @@ class FusedModel:
 
     can_exit = True
 
-    def __init__(self, facts: ModelFacts, plain: PlainTraits, weights: Weights) -> None:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        plain: PlainTraits,
+        weights: Weights,
+        packing: Packing = "dense",
+    ) -> None:
+        """``packing``: of the linear layers. The embedding and the head are kept as they are."""
         self._embedding = weights[EMBEDDING]
         frequencies = torch.tensor(plain.frequencies, dtype=torch.float32)
         self._frequencies = frequencies.to(self._embedding.device)
         self._rotary_scale = plain.rotary_scale
         epsilon = plain.norm_epsilon
         self._norm = _norm(weights["model.norm.weight"], epsilon, torch.float32)
-        self._head = _Head(weights[HEAD])
+        self._head = _Head(self._embedding if plain.is_tied else weights[HEAD])
         self._blocks = [
-            _block(weights, f"model.layers.{layer}", traits, epsilon)
+            _block(weights, f"model.layers.{layer}", traits, epsilon, packing)
             for layer, traits in enumerate(facts.layers)
         ]
         self._heads, self._kv_heads = facts.num_heads, facts.geometry.kv_heads
         self._head_dim = facts.geometry.head_dim
         # A pass reads single rows of the embedding; where it is tied, the head counts.
-        read = [tensor for name, tensor in weights.items() if name != EMBEDDING]
-        self.step_bytes = sum(tensor.nbytes for tensor in read)
+        layers = sum(block.size_bytes for block in self._blocks)
+        self.step_bytes = layers + self._norm.size_bytes + self._head.size_bytes
         """Bytes of weights that a pass reads."""
 
     def __call__(
@@ -198,6 +217,7 @@ class _Head:
 
     def __init__(self, weight: Tensor) -> None:
         self._rough, self._weight = pack([weight]), weight
+        self.size_bytes = self._rough.size_bytes
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Shapes:  hidden (N, E) float32 -> (N, vocab) float32"""
@@ -220,11 +240,13 @@ def _mlp(block: _Block, normed: Tensor) -> Tensor:
     return block.down(gate(block.gate_up(normed)))
 
 
-def _block(weights: Weights, layer: str, traits: LayerTraits, epsilon: float) -> _Block:
+def _block(
+    weights: Weights, layer: str, traits: LayerTraits, epsilon: float, packing: Packing
+) -> _Block:
     def linear(*names: str) -> Linear:
         full = [f"{layer}.{name}" for name in names]
         biases = [weights.get(f"{name}.bias") for name in full]
-        return pack([weights[f"{name}.weight"] for name in full], biases)
+        return pack([weights[f"{name}.weight"] for name in full], biases, packing)
 
     def norm(name: str) -> Norm:
         weight = weights[f"{layer}.{name}.weight"]

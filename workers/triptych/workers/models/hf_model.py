@@ -20,8 +20,10 @@ from triptych.workers.models.architecture.text_part import renamings, text_part
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.pretrained import read_config, read_weights, readable
-from triptych.workers.models.store.checkpoint_files import stored_names
+from triptych.workers.models.store.checkpoint_files import stored_weights
 from triptych.workers.models.traits import ModelTraits
+from triptych.workers.models.weights.plain_weights import open_weights
+from triptych.workers.models.weights.scheme import scheme_of
 
 ATTENTION = "triptych"
 
@@ -110,8 +112,9 @@ def read_model(
     """
     config = read_config(path)
     text = text_part(config)
-    names = None if text is config else renamings(stored_names(path))
-    model = read_weights(path, text, dtype, device, attention, names)
+    names = None if text is config else renamings(stored_weights(path))
+    quantized = None if scheme_of(path) is None else open_weights(path)
+    model = read_weights(path, text, dtype, device, attention, names, quantized)
     fix_rope(model, text)
     return model
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triptych.core.config import DType
+from triptych.core.config import DType, Quantization
 from triptych.core.errors import ModelError
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
@@ -15,7 +15,11 @@ from triptych.workers.models.facts import ModelFacts, describe, weights_of
 from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
 from triptych.workers.models.traits import PlainTraits
-from triptych.workers.models.weights import drop_read_pages, read_plain
+from triptych.workers.models.weights.linear import Packing
+from triptych.workers.models.weights.plain_weights import drop_read_pages, read_plain
+from triptych.workers.models.weights.scheme import scheme_of
+
+INT4_BITS = 4
 
 
 class Network(Protocol):
@@ -51,7 +55,14 @@ class LoadedModel(ModelFacts):
     tokenizer: FastTokenizer
 
 
-def load(path: Path, dtype: DType, device: str = "cpu", *, fused: bool = True) -> LoadedModel:
+def load(
+    path: Path,
+    dtype: DType,
+    device: str = "cpu",
+    *,
+    fused: bool = True,
+    quantization: Quantization = "auto",
+) -> LoadedModel:
     """Load a directory in Hugging Face's form; only safetensors, never code from the directory.
 
     Plain layers run fused unless ``fused`` is false; all others run through transformers.
@@ -59,8 +70,10 @@ def load(path: Path, dtype: DType, device: str = "cpu", *, fused: bool = True) -
     Raises: ModelError for what cannot be served, saying why
     """
     facts = describe(path)
+    plain = facts.plain if fused else None
+    packing = packing_of(path, quantization, device, is_plain=plain is not None)
     with torch.inference_mode():
-        network = _network(path, facts, dtype, device, facts.plain if fused else None)
+        network = _network(path, facts, dtype, device, plain, packing)
     tokenizer = open_tokenizer(path)
     if weights_of(path) != facts.weights:
         raise ModelError(f"{path}: its weights changed while they were loaded: start again")
@@ -68,11 +81,34 @@ def load(path: Path, dtype: DType, device: str = "cpu", *, fused: bool = True) -
     return LoadedModel(network=network, tokenizer=tokenizer, **known)
 
 
+def packing_of(path: Path, quantization: Quantization, device: str, *, is_plain: bool) -> Packing:
+    """How linear layers are kept.
+
+    Raises: ModelError if 4 bits were asked for and are not possible
+    """
+    scheme = scheme_of(path)
+    is_possible = is_plain and device == "cpu"
+    if quantization == "int4":
+        if not is_possible:
+            raise ModelError(
+                f"{path}: model.quantization: int4 needs a CPU and plain layers (docs/models.md): "
+                "set it to auto"
+            )
+        return "int4"
+    was_int4 = scheme is not None and scheme.bits == INT4_BITS
+    return "int4_if_exact" if quantization == "auto" and was_int4 and is_possible else "dense"
+
+
 def _network(
-    path: Path, facts: ModelFacts, dtype: DType, device: str, plain: PlainTraits | None
+    path: Path,
+    facts: ModelFacts,
+    dtype: DType,
+    device: str,
+    plain: PlainTraits | None,
+    packing: Packing,
 ) -> Network:
     if plain is not None:
-        network = FusedModel(facts, plain, read_plain(path, plain, dtype, device))
+        network = FusedModel(facts, plain, read_plain(path, plain, dtype, device), packing)
         drop_read_pages(path)
         return network
     from triptych.workers.models.hf_model import (  # noqa: PLC0415 - plain layers do not need it

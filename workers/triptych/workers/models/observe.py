@@ -128,14 +128,9 @@ def _observe(path: Path) -> _Observed:
 def _servable_config(path: Path) -> PreTrainedConfig:
     """The config of the layers that read text."""
     config = read_config(path)
-    quantization = _quantization(config)
+    text = text_part(config)
     reasons = {
         "it is an encoder-decoder model": bool(config.is_encoder_decoder),
-        f"its weights are quantized by {quantization}, which is not read: take the unquantized "
-        "checkpoint, or a .gguf file": bool(quantization),
-    }
-    text = text_part(config)
-    reasons |= {
         "it reads more than text": "vision_config" in text or "audio_config" in text,
         "layers share their keys and values": bool(getattr(text, "num_kv_shared_layers", 0)),
     }
@@ -143,15 +138,6 @@ def _servable_config(path: Path) -> PreTrainedConfig:
         if applies:
             raise ModelError(reason)
     return text
-
-
-def _quantization(config: PreTrainedConfig) -> str:
-    """The quantization method of a checkpoint; empty without one."""
-    found: object = getattr(config, "quantization_config", None)
-    if found is None:
-        return ""
-    settings = cast("dict[str, object]", found if isinstance(found, dict) else vars(found))
-    return str(settings.get("quant_method", "of an unknown kind"))
 
 
 def _context(config: PreTrainedConfig, rope_limit: int | None) -> int:

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -46,9 +46,15 @@ _READ_ERRORS = (
 
 
 def read_config(path: Path) -> PreTrainedConfig:
-    """Read the config of a directory or a ``.gguf`` file."""
+    """Read the config of a directory or a ``.gguf`` file.
+
+    It says nothing of quantization: weights are dequantized before transformers gets them.
+    """
     with readable(path, "no usable config"):
-        return AutoConfig.from_pretrained(_directory(path), **_options(path))
+        config = AutoConfig.from_pretrained(_directory(path), **_options(path))
+        if getattr(config, "quantization_config", None) is not None:
+            delattr(config, "quantization_config")
+        return config
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
@@ -79,16 +85,21 @@ def read_weights(
     device: str,
     attention: str,
     renamings: Mapping[str, str] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
     """Load a model from safetensors only, memory-mapped if the type is that on disk.
 
     ``renamings``: patterns of names in the files, and what the model calls them.
+    ``weights``: what the files stand for, where they are quantized.
     """
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{path}: no .safetensors file (.bin and .pt are never loaded)")
     with readable(path, "cannot be loaded"), no_progress_bar():
-        loaded = AutoModelForCausalLM.from_pretrained(
-            path,
+        # Only a class of models, not the factory, takes weights without a path.
+        factory = AutoModelForCausalLM if weights is None else type(without_weights(config))
+        loaded = factory.from_pretrained(
+            path if weights is None else None,
+            state_dict=None if weights is None else dict(weights),
             config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=attention,

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from triptych.core.errors import ModelError
 from triptych.workers.models.architecture.text_part import renamings, text_part
 from triptych.workers.models.pretrained import no_progress_bar, read_config, without_weights
-from triptych.workers.models.store.checkpoint_files import StoredTensor, read_tensors
+from triptych.workers.models.store.checkpoint_files import stored_weights
+from triptych.workers.models.store.tensor_headers import StoredTensor
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,7 @@ def check_weights(path: Path) -> None:
     config = read_config(path)
     text = text_part(config)
     model = without_weights(text)
-    stored = {
-        name: tensor
-        for file in sorted(path.glob("*.safetensors"))
-        for name, tensor in read_tensors(file).items()
-    }
+    stored = stored_weights(path)
     names = {} if text is config else dict(renamings(stored))
     try:
         missing, others = _load_on_meta(model, stored, names)

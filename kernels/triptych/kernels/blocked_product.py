@@ -1,0 +1,111 @@
+"""oneDNN's products with constant weights in its blocked layout.
+
+A row of a product has the same bits whatever the number of rows, so an answer does not depend on
+the requests beside it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LONGEST_SUM = 1024
+"""Longest sums that oneDNN computes in the same order for one row as for several. Longer ones are
+computed for two rows: that takes as long, since it is the weights that are read."""
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
+"""Numbers of rows for which products are computed."""
+TILE_ROWS = 64
+"""The number of rows of every product that AMX may compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedProduct:
+    """A product with constant weights, and a bias."""
+
+    blocked: Tensor
+    bias: Tensor | None
+    out_features: int
+    counts: tuple[int, ...]
+    """Of ``row_counts``."""
+
+    @classmethod
+    def takes(cls, dtype: torch.dtype) -> bool:
+        """Whether oneDNN multiplies this type well on this machine."""
+        if not torch.backends.mkldnn.is_available():
+            return False
+        native = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return native or dtype == torch.float32
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "BlockedProduct":
+        """Shapes:  weight (out, in), bias (out,)"""
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        return cls(blocked, bias, len(weight), row_counts(weight.dtype, weight.shape[1]))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Shapes:  (T, in) -> (T, out)"""
+        if not len(rows):
+            return rows.new_empty(0, self.out_features)
+        return in_pieces(self._product, rows, self.counts)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.default(
+            rows, self.blocked, self.bias, "none", [], ""
+        )
+
+
+def has_amx() -> bool:
+    """Whether the processor multiplies tiles of 16-bit numbers."""
+    return torch.cpu._is_amx_tile_supported()  # pyright: ignore[reportPrivateUsage]
+
+
+def row_counts(dtype: torch.dtype, columns: int) -> tuple[int, ...]:
+    """Numbers of rows for which a row of a product has the same bits.
+
+    Only the order of a sum matters. oneDNN computes single rows of long sums in another order. With
+    AMX it uses other instructions below 33 rows, and divides long sums by the number of rows. (And,
+    where a sum is more than about three times as long as the result, by the number of threads.)
+    """
+    if dtype == torch.bfloat16 and has_amx():
+        return (TILE_ROWS,)
+    return ROW_COUNTS[1:] if columns > LONGEST_SUM else ROW_COUNTS
+
+
+def in_pieces(
+    product: Callable[[Tensor], Tensor], rows: Tensor, counts: tuple[int, ...] = ROW_COUNTS
+) -> Tensor:
+    """A product of one row or more, computed for few different numbers of rows.
+
+    oneDNN and torch each keep the last 1,024 products that they prepared, with the memory that
+    those need: 2 MB for 512 rows and 960 outputs.
+
+    Shapes:  (T, in) -> (T, out)
+    """
+    parts = list[Tensor]()
+    for start, size in row_pieces(len(rows), counts):
+        part = rows[start : start + size]
+        missing = size - len(part)
+        result = product(F.pad(part, (0, 0, 0, missing)) if missing else part)
+        parts.append(result[: len(part)] if missing else result)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@lru_cache(maxsize=1 << 12)
+def row_pieces(rows: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Start and size of each product for some rows; the last one may reach beyond them.
+
+    >>> row_pieces(300, ROW_COUNTS)
+    ((0, 256), (256, 48))
+    """
+    pieces, start = list[tuple[int, int]](), 0
+    while rows - start >= TILE_ROWS:  # more are divided, fewer are filled up
+        size = max(count for count in counts if count <= rows - start)
+        pieces.append((start, size))
+        start += size
+    if start < rows:
+        pieces.append((start, min(count for count in counts if count >= rows - start)))
+    return tuple(pieces)

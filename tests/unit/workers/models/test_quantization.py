@@ -1,0 +1,242 @@
+"""Quantized checkpoints answer as the weights that they stand for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2MoeConfig
+
+from tests.quantized import FORMATS, write_quantized
+from tests.tiny import save_tiny_model
+from triptych.core.config import DType, Quantization
+from triptych.core.errors import ModelError
+from triptych.workers.models.facts import describe
+from triptych.workers.models.fused import FusedModel
+from triptych.workers.models.hf_model import HFModel
+from triptych.workers.models.load import load
+from triptych.workers.models.weights.int4_grid import GROUP, fit_grid
+from triptych.workers.models.weights.linear import (
+    EXPANDED_ROWS,
+    BlockedLinear,
+    Int4Linear,
+    pack,
+    packed_block,
+)
+from triptych.workers.models.weights.plain_weights import open_weights
+
+FOUR_BITS = ["gptq", "awq", "w4a16", "w4a16-symmetric"]
+TOKENS = torch.arange(2, 40)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("original") / "model")
+
+
+@pytest.fixture(scope="module")
+def quantized(original: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("quantized")
+    return {form: write_quantized(original, folder / form, form) for form in FORMATS}
+
+
+def logits_of(path: Path, dtype: DType = "float32", quantization: Quantization = "none") -> Tensor:
+    """Logits of transformers' layers, with the weights that ours read."""
+    network = load(path, dtype, quantization=quantization).network
+    assert isinstance(network, FusedModel)
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+        mixed = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
+        return mixed[0].transpose(0, 1)
+
+    with torch.inference_mode():
+        return network(TOKENS, torch.arange(len(TOKENS)), attend, torch.arange(len(TOKENS)))
+
+
+def expected(original: Path, weights: Path) -> Tensor:
+    """Logits of transformers with dequantized weights."""
+    model = LlamaForCausalLM.from_pretrained(original)
+    model.load_state_dict(dict(open_weights(weights)))
+    with torch.inference_mode():
+        return model(TOKENS[None]).logits[0]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_weight_is_nearly_the_one_that_was_quantized(
+    form: str, original: Path, quantized: dict[str, Path]
+) -> None:
+    read, before = open_weights(quantized[form]), load_file(original / "model.safetensors")
+    assert set(read) == set(before)
+    for name, weight in before.items():
+        error = (read[name] - weight).norm() / weight.norm()
+        largest = 0.12 if FORMATS[form][0].get("bits") == 4 or form.startswith("w4") else 0.04
+        assert error <= (largest if name.endswith("_proj.weight") else 0), name
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_quantized_model_computes_as_transformers_with_its_weights(
+    form: str, original: Path, quantized: dict[str, Path]
+) -> None:
+    ours = logits_of(quantized[form])
+    torch.testing.assert_close(ours, expected(original, quantized[form]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_four_bits_stay_four_bits_if_nothing_is_lost(
+    form: str, original: Path, quantized: dict[str, Path]
+) -> None:
+    network = load(quantized[form], "bfloat16").network
+    assert isinstance(network, FusedModel)
+    kinds = {type(product) for block in network._blocks for product in (block.qkv, block.down)}
+    assert kinds == {Int4Linear if form in FOUR_BITS else BlockedLinear}
+    there = logits_of(quantized[form], "bfloat16", "auto")
+    close = expected(original, quantized[form])
+    assert (there - close).norm() / close.norm() < 0.03
+
+
+def test_any_weights_can_be_kept_in_four_bits(original: Path) -> None:
+    whole = load(original, "bfloat16").network
+    small = load(original, "bfloat16", quantization="int4").network
+    assert isinstance(whole, FusedModel)
+    assert isinstance(small, FusedModel)
+    of_layers = [network.step_bytes - network._head.size_bytes for network in (whole, small)]
+    assert of_layers[1] < 0.35 * of_layers[0]
+    rounded = LlamaForCausalLM.from_pretrained(original)
+    with torch.no_grad():
+        for name, weight in rounded.named_parameters():
+            if name.endswith("_proj.weight"):
+                weight.copy_(fit_grid(weight.bfloat16(), search=False).weights())
+    with torch.inference_mode():
+        close = rounded(TOKENS[None]).logits[0]
+    there = logits_of(original, "bfloat16", "int4")
+    assert (there - close).norm() / close.norm() < 0.03
+
+
+def test_layers_of_transformers_are_dequantized(tmp_path: Path, original: Path) -> None:
+    config = Qwen2MoeConfig(
+        vocab_size=258, hidden_size=128, intermediate_size=128, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    path = tmp_path / "moe"
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((original / name).read_bytes())
+    small = write_quantized(path, tmp_path / "small", "awq")
+    network = load(small, "float32").network
+    assert isinstance(network, HFModel)
+    read = open_weights(small)
+    weight = network.model.get_submodule("model.layers.1.self_attn.q_proj").weight
+    torch.testing.assert_close(weight, read["model.layers.1.self_attn.q_proj.weight"])
+    with pytest.raises(ModelError, match="int4 needs a CPU and plain layers"):
+        load(small, "float32", quantization="int4")
+
+
+# ------------------------------------------------------------------ the grid
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grid_of_a_quantized_weight_is_found_again(kind: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(len(kind))) * 0.05
+    form = GGMLQuantizationType[kind]
+    stored = torch.from_numpy(dequantize(quantize(weight.numpy(), form), form))
+    grid = fit_grid(stored.to(dtype), search=True)
+    assert grid.is_exact
+    error = (grid.weights() - stored).norm() / stored.norm()
+    assert error < (1e-6 if dtype == torch.float32 else 2**-9)
+
+
+def test_other_weights_lie_on_no_grid() -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    grid = fit_grid(weight, search=True)
+    assert not grid.is_exact
+    steps = grid.step.repeat_interleave(GROUP, 1)
+    assert ((grid.weights() - weight).abs() <= 0.75 * steps).all()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.25, 3.0])
+def test_equal_weights_are_exact(value: float) -> None:
+    weight = torch.full((16, 64), value)
+    grid = fit_grid(weight, search=True)
+    assert grid.is_exact
+    assert torch.equal(grid.weights(), weight)
+
+
+# ------------------------------------------------------------------ products
+
+
+@pytest.mark.parametrize("columns", [64, 576, 1536, 2048])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(
+    columns: int, with_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    weight = torch.randn(160, columns, generator=generator).bfloat16()
+    bias = torch.randn(160, generator=generator).bfloat16() if with_bias else None
+    product = pack([weight], [bias], "int4")
+    assert isinstance(product, Int4Linear)
+    rows = torch.randn(37, columns, generator=generator).bfloat16()
+    whole = product(rows)
+    exact = rows.float() @ fit_grid(weight, search=False).weights().T
+    exact = exact if bias is None else exact + bias.float()
+    assert (whole - exact).norm() / exact.norm() < 0.01
+    for count in (1, 2, 3, 7, 16, 33):
+        assert torch.equal(product(rows[:count]), whole[:count]), count
+
+
+@pytest.mark.parametrize("outputs", [64, 960, 48])
+def test_many_rows_are_multiplied_with_the_same_weights(outputs: int) -> None:
+    generator = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, 96, generator=generator).bfloat16()
+    product = pack([weight], packing="int4")
+    rows = torch.randn(EXPANDED_ROWS + 1, 96, generator=generator).bfloat16()
+    few = torch.cat([product(part) for part in rows.split(13)])
+    assert (product(rows) - few).float().norm() < 0.005 * few.float().norm()
+
+
+def test_the_layout_of_torchs_packed_weights_is_known() -> None:
+    assert packed_block() in (32, 64)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def configure(path: Path, scheme: object) -> None:
+    body = json.loads((path / "config.json").read_text()) | {"quantization_config": scheme}
+    (path / "config.json").write_text(json.dumps(body))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "says"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq with 3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in the format 'gemv'"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ({}, "quant_method"),
+    ],
+)
+def test_other_schemes_are_refused_by_name(tmp_path: Path, scheme: object, says: str) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    configure(path, scheme)
+    with pytest.raises(ModelError, match=says):
+        describe(path)
+
+
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, original: Path) -> None:
+    path = write_quantized(original, tmp_path / "model", "awq")
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.0.mlp.up_proj.scales"
+    weights[name] = weights[name][:, :-8].contiguous()
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"up_proj.weight: its quantized parts do not fit"):
+        load(path, "float32")

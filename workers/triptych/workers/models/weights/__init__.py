@@ -1,0 +1,1 @@
+"""Weights: how checkpoints store them, how they are read, and how they are kept for products."""

@@ -1,0 +1,167 @@
+"""Linear layers with constant weights, packed for fast products.
+
+A row of a product has the same bits whatever the number of rows, so an answer does not depend on
+the requests beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from triptych.kernels import BlockedProduct, in_pieces
+from triptych.workers.models.weights.int4_grid import GROUP, LEVELS, Int4Grid, fit_grid
+
+Packing = Literal["dense", "int4", "int4_if_exact"]
+"""How weights are kept: in the type that they were read in; in 4 bits with a scale and a zero point
+for 32 of them; in 4 bits if they had been quantized to 4 bits, so that nothing is lost."""
+
+
+class Linear(Protocol):
+    """A product with constant weights."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the weights and the bias, all of which a product reads."""
+        ...
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Shapes:  (T, in) -> (T, out)"""
+        ...
+
+
+def pack(
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] = (),
+    packing: Packing = "dense",
+) -> Linear:
+    """One matrix product for linear layers that share their input, outputs side by side.
+
+    On a CPU, oneDNN's blocked weight layout makes the product about 1.4x faster in
+    bfloat16 for 1 to 64 rows, and up to 2x in float32 where MKL does not use the widest
+    vectors (AMD); it was never slower, at 512 rows neither.
+
+    Shapes:  weights (out_i, in), biases (out_i,) -> (T, in) to (T, sum of out_i)
+    """
+    weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+    bias = _bias(weights, biases)
+    if packing != "dense" and weight.shape[0] % INT4_OUTPUTS == 0 == weight.shape[1] % GROUP:
+        grid = fit_grid(weight, search=packing == "int4_if_exact")
+        if packing == "int4" or grid.is_exact:
+            return Int4Linear.of(grid, bias, weight.dtype)
+    if weight.device.type == "cpu" and BlockedProduct.takes(weight.dtype):
+        return BlockedLinear.of(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+def _bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """The concatenated biases; zeros where a layer has none."""
+    if all(bias is None for bias in biases):
+        return None
+    parts = zip(weights, biases, strict=True)
+    return torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in parts])
+
+
+def _bytes_of(*tensors: Tensor | None) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """Torch's own product."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def size_bytes(self) -> int:
+        return _bytes_of(self.weight, self.bias)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedLinear:
+    """oneDNN's product with weights in its blocked layout."""
+
+    product: BlockedProduct
+    size_bytes: int
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> "BlockedLinear":
+        return cls(BlockedProduct.of(weight, bias), _bytes_of(weight, bias))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.product(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Linear:
+    """Torch's product with 4-bit weights, which it expands in registers.
+
+    It takes as long as its rows are many, so more than ``EXPANDED_ROWS`` are multiplied with
+    weights that are expanded in memory for them. The bits of a row depend on which it is.
+    """
+
+    packed: Tensor
+    grids: Tensor
+    """Step and middle (the weight of level 8) of each group: (in / 32, out, 2)."""
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, grid: Int4Grid, bias: Tensor | None, dtype: torch.dtype) -> "Int4Linear":
+        middle = grid.lowest + LEVELS // 2 * grid.step
+        grids = torch.stack((grid.step, middle), dim=-1).transpose(0, 1).contiguous()
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(grid.levels.int(), 1)
+        return cls(packed, grids.to(dtype), bias)
+
+    @property
+    def size_bytes(self) -> int:
+        return _bytes_of(self.packed, self.grids, self.bias)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if len(rows) > EXPANDED_ROWS and packed_block() and len(self.packed) % packed_block() == 0:
+            weights = self._expanded()
+            product = in_pieces(lambda part: part @ weights, rows)
+        else:
+            product = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                rows, self.packed, GROUP, self.grids
+            )
+        return product if self.bias is None else product + self.bias
+
+    def _expanded(self) -> Tensor:
+        """The weights, (in, out)."""
+        levels = _levels(self.packed, packed_block())
+        groups = levels.view(-1, GROUP, levels.shape[1]).float() - LEVELS // 2
+        step, middle = self.grids.float().unbind(-1)
+        weights = groups.mul_(step[:, None]).add_(middle[:, None])
+        return weights.flatten(0, 1).to(self.grids.dtype)
+
+
+EXPANDED_ROWS = 64
+INT4_OUTPUTS = 16
+"""Torch packs multiples of it."""
+
+
+@cache
+def packed_block() -> int:
+    """Outputs that torch packs together; 0 if its layout is another than the one known here."""
+    levels = torch.randint(0, LEVELS, (128, GROUP), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+    known = (block for block in (64, 32, 16) if torch.equal(_levels(packed, block), levels.T))
+    return next(known, 0)
+
+
+def _levels(packed: Tensor, block: int) -> Tensor:
+    """Levels of packed weights: a block of outputs has those of its halves in the two halves of
+    bytes.
+
+    Shapes:  (out, in / 2) -> (in, out) uint8
+    """
+    pairs = packed.view(-1, 2 * packed.shape[1], block // 2)
+    return torch.cat((pairs & 15, pairs >> 4), 2).transpose(0, 1).flatten(1)

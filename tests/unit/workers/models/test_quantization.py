@@ -190,6 +190,8 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(
     assert (whole - exact).norm() / exact.norm() < 0.01
     for count in (1, 2, 3, 7, 16, 33):
         assert torch.equal(product(rows[:count]), whole[:count]), count
+    apart = torch.cat([rows, rows], 1)[:, columns:]
+    assert torch.equal(product(apart), whole)
 
 
 @pytest.mark.parametrize("outputs", [64, 960, 48])

@@ -130,7 +130,7 @@ class Int4Linear:
             product = in_pieces(lambda part: part @ weights, rows)
         else:
             product = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                rows, self.packed, GROUP, self.grids
+                rows.contiguous(), self.packed, GROUP, self.grids
             )
         return product if self.bias is None else product + self.bias
 

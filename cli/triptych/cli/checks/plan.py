@@ -61,7 +61,7 @@ def plan(
 
     settings = _settings(config, model)
     shape, profile, is_plain = _shape(settings)
-    weights_bytes = shape.parameters * DTYPE_BYTES[settings.model.dtype]
+    weights_bytes = _weights_bytes(settings, shape, "cuda" if gpus else "cpu", is_plain=is_plain)
     if gpus:
         settings = _with_capacity(
             settings, _bytes_beside_weights(byte_count(gpu_memory), weights_bytes)
@@ -142,6 +142,18 @@ def _shape(settings: AppConfig) -> "tuple[ModelShape, Profile | None, bool]":
     path = resolve(settings.model.name, allow_download=False)
     facts = describe(path)
     return shape_of(path), find_profile(settings, facts), facts.is_plain
+
+
+def _weights_bytes(settings: AppConfig, shape: "ModelShape", device: str, *, is_plain: bool) -> int:
+    """Bytes of the weights in a process that computes."""
+    from triptych.workers.models.load import packing_of
+    from triptych.workers.models.store.model_store import resolve
+    from triptych.workers.models.weights.int4_grid import INT4_BYTES
+
+    path = resolve(settings.model.name, allow_download=False) if is_plain else Path()
+    item_bytes = DTYPE_BYTES[settings.model.dtype]
+    packing = packing_of(path, settings.model.quantization, device, is_plain=is_plain)
+    return shape.weights_bytes(item_bytes, item_bytes if packing == "dense" else INT4_BYTES)
 
 
 def _bytes_beside_weights(gpu_bytes: int, weights_bytes: int) -> int:

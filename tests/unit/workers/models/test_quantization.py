@@ -19,7 +19,7 @@ from triptych.workers.models.facts import describe
 from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.hf_model import HFModel
 from triptych.workers.models.load import load
-from triptych.workers.models.weights.int4_grid import GROUP, fit_grid
+from triptych.workers.models.weights.int4_grid import GROUP, GROUPS, find_grid, fit_grid
 from triptych.workers.models.weights.linear import (
     EXPANDED_ROWS,
     BlockedLinear,
@@ -112,7 +112,7 @@ def test_any_weights_can_be_kept_in_four_bits(original: Path) -> None:
     with torch.no_grad():
         for name, weight in rounded.named_parameters():
             if name.endswith("_proj.weight"):
-                weight.copy_(fit_grid(weight.bfloat16(), search=False).weights())
+                weight.copy_(fit_grid(weight.bfloat16()).weights())
     with torch.inference_mode():
         close = rounded(TOKENS[None]).logits[0]
     there = logits_of(original, "bfloat16", "int4")
@@ -154,8 +154,26 @@ def test_the_grid_of_a_quantized_weight_is_found_again(kind: str, dtype: torch.d
     assert error < (1e-6 if dtype == torch.float32 else 2**-9)
 
 
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_largest_groups_are_found(group: int) -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(group))
+    rounded = fit_grid(weight, group=group).weights()
+    grid = find_grid(rounded.bfloat16())
+    assert grid is not None
+    assert grid.group == group
+    product = pack([rounded.bfloat16()], packing="int4_if_exact")
+    assert isinstance(product, Int4Linear)
+    assert product.grids.shape == (256 // group, 64, 2)
+    rows = torch.randn(EXPANDED_ROWS + 5, 256, generator=torch.Generator().manual_seed(1))
+    expected = rows @ rounded.T
+    for part in (rows, rows[:3]):
+        found = product(part.bfloat16()).float()
+        assert (found - expected[: len(part)]).norm() < 0.01 * expected[: len(part)].norm()
+
+
 def test_other_weights_lie_on_no_grid() -> None:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    assert find_grid(weight) is None
     grid = fit_grid(weight, search=True)
     assert not grid.is_exact
     steps = grid.step.repeat_interleave(GROUP, 1)
@@ -185,7 +203,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(
     assert isinstance(product, Int4Linear)
     rows = torch.randn(37, columns, generator=generator).bfloat16()
     whole = product(rows)
-    exact = rows.float() @ fit_grid(weight, search=False).weights().T
+    exact = rows.float() @ fit_grid(weight).weights().T
     exact = exact if bias is None else exact + bias.float()
     assert (whole - exact).norm() / exact.norm() < 0.01
     for count in (1, 2, 3, 7, 16, 33):

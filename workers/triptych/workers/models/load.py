@@ -86,7 +86,6 @@ def packing_of(path: Path, quantization: Quantization, device: str, *, is_plain:
 
     Raises: ModelError if 4 bits were asked for and are not possible
     """
-    scheme = scheme_of(path)
     is_possible = is_plain and device == "cpu"
     if quantization == "int4":
         if not is_possible:
@@ -95,8 +94,10 @@ def packing_of(path: Path, quantization: Quantization, device: str, *, is_plain:
                 "set it to auto"
             )
         return "int4"
-    was_int4 = scheme is not None and scheme.bits == INT4_BITS
-    return "int4_if_exact" if quantization == "auto" and was_int4 and is_possible else "dense"
+    if quantization == "none" or not is_possible:
+        return "dense"
+    scheme = scheme_of(path)
+    return "int4_if_exact" if scheme is not None and scheme.bits == INT4_BITS else "dense"
 
 
 def _network(

@@ -86,7 +86,14 @@ def observe_shape(path: Path) -> ModelShape:
         geometry=seen.geometry,
         context_tokens=seen.context_tokens,
         parameters=sum(parameter.numel() for parameter in seen.model.parameters()),
+        embedding_parameters=_embedding_parameters(seen.model),
     )
+
+
+def _embedding_parameters(model: PreTrainedModel) -> int:
+    parts = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = {part.weight for part in parts if isinstance(part, nn.Embedding | nn.Linear)}
+    return sum(weight.numel() for weight in weights)
 
 
 def _plain(seen: _Observed) -> PlainTraits | None:

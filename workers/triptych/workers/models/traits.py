@@ -54,3 +54,12 @@ class ModelShape:
     geometry: Geometry
     context_tokens: int
     parameters: int
+    """Of all weights."""
+    embedding_parameters: int
+    """Of the embedding and, where it is another, the head."""
+
+    def weights_bytes(self, item_bytes: float, layers_item_bytes: float | None = None) -> int:
+        """Bytes of all weights; ``layers_item_bytes``: of one of those in layers, if it differs."""
+        layers = self.parameters - self.embedding_parameters
+        of_layers = item_bytes if layers_item_bytes is None else layers_item_bytes
+        return int(self.embedding_parameters * item_bytes + layers * of_layers)

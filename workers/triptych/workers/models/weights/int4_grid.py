@@ -1,4 +1,4 @@
-"""Weights on grids of 16 steps, one grid for 32 neighbours of a row.
+"""Weights on grids of 16 steps, one grid for a group of neighbours in a row.
 
 Weights that were quantized to 4 bits lie on such grids already, whatever tool did it: groups of
 GPTQ and AWQ, blocks of GGUF's ``Q4_0``, ``Q4_1`` and ``Q4_K``. Their grid is found again from the
@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 GROUP = 32
+"""Weights of a group, where the weights do not tell."""
+GROUPS = (128, 64, GROUP)
 LEVELS = 16
+INT4_BYTES = 1 / 2 + 4 / GROUP
+"""Of a weight in memory: 4 bits, and a step and a middle in 16 bits for each group."""
 TOLERANCE = 2**-7
 """Largest distance to a grid, of the largest weight of the group: two roundings to 16 bits."""
 EXACT_SHARE = 0.999
 """Least share of groups that lie on a grid, for weights to count as quantized to 4 bits."""
-_AT_ONCE = 1 << 18
-"""Groups that are fitted together; bounds the memory."""
+_AT_ONCE = 1 << 23
+"""Weights that are fitted together; bounds the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +31,51 @@ class Int4Grid:
     levels: Tensor
     """0 to 15: (out, in) uint8"""
     step: Tensor
-    """(out, in / 32) float32"""
+    """(out, in / group) float32"""
     lowest: Tensor
-    """(out, in / 32) float32"""
+    """(out, in / group) float32"""
     is_exact: bool
     """Whether the weights lay on the grid."""
 
+    @property
+    def group(self) -> int:
+        """Weights of a group."""
+        return self.levels.shape[1] // self.step.shape[1]
+
     def weights(self) -> Tensor:
         """Shapes:  (out, in) float32"""
-        groups = self.levels.view(len(self.levels), -1, GROUP).float()
+        groups = self.levels.view(*self.step.shape, self.group).float()
         return (groups * self.step[..., None] + self.lowest[..., None]).flatten(1)
 
 
-def fit_grid(weight: Tensor, *, search: bool) -> Int4Grid:
-    """Find the grid of each group of 32 weights.
+def find_grid(weight: Tensor) -> Int4Grid | None:
+    """The grid of the largest groups on which weights lie; None if they lie on none.
+
+    Shapes:  weight (out, in)
+    """
+    for group in GROUPS:
+        if weight.shape[1] % group == 0:
+            grid = fit_grid(weight, group=group, search=True)
+            if grid.is_exact:
+                return grid
+    return None
+
+
+def fit_grid(weight: Tensor, *, group: int = GROUP, search: bool = False) -> Int4Grid:
+    """Find the grid of each group of weights.
 
     ``search``: also grids of which the weights use fewer than 16 levels. Only weights that were
     quantized have such; for others the grid from the smallest to the largest has the least error.
 
-    Shapes:  weight (out, in), ``in`` a multiple of 32
+    Shapes:  weight (out, in), ``in`` a multiple of the group
     """
     rows, columns = weight.shape
-    groups = weight.reshape(-1, GROUP)
-    starts = range(0, len(groups), _AT_ONCE)
-    parts = [_fit(groups[at : at + _AT_ONCE].float(), search=search) for at in starts]
+    groups = weight.reshape(-1, group)
+    each = max(1, _AT_ONCE // group)
+    starts = range(0, len(groups), each)
+    parts = [_fit(groups[at : at + each].float(), search=search) for at in starts]
     levels, step, lowest, exact = (torch.cat(part) for part in zip(*parts, strict=True))
-    shape = (rows, columns // GROUP)
+    shape = (rows, columns // group)
     return Int4Grid(
         levels.view(rows, columns),
         step.view(shape),
@@ -64,7 +87,7 @@ def fit_grid(weight: Tensor, *, search: bool) -> Int4Grid:
 def _fit(groups: Tensor, *, search: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Levels, step and lowest weight of each group, and whether its weights lie on the grid.
 
-    Shapes:  groups (N, 32) -> (N, 32) uint8, (N,), (N,), (N,) bool
+    Shapes:  groups (N, group) -> (N, group) uint8, (N,), (N,), (N,) bool
     """
     low, high = groups.aminmax(dim=1, keepdim=True)
     allowed = (TOLERANCE * torch.maximum(low.abs(), high.abs()))[:, 0]

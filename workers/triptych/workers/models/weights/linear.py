@@ -14,10 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triptych.kernels import BlockedProduct, in_pieces
-from triptych.workers.models.weights.int4_grid import GROUP, LEVELS, Int4Grid, fit_grid
+from triptych.workers.models.weights.int4_grid import (
+    GROUP,
+    LEVELS,
+    Int4Grid,
+    find_grid,
+    fit_grid,
+)
 
 Packing = Literal["dense", "int4", "int4_if_exact"]
-"""How weights are kept: in the type that they were read in; in 4 bits with a scale and a zero point
+"""How weights are kept: in the type that they were read in; in 4 bits with a step and a middle
 for 32 of them; in 4 bits if they had been quantized to 4 bits, so that nothing is lost."""
 
 
@@ -50,8 +56,8 @@ def pack(
     weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
     bias = _bias(weights, biases)
     if packing != "dense" and weight.shape[0] % INT4_OUTPUTS == 0 == weight.shape[1] % GROUP:
-        grid = fit_grid(weight, search=packing == "int4_if_exact")
-        if packing == "int4" or grid.is_exact:
+        grid = fit_grid(weight) if packing == "int4" else find_grid(weight)
+        if grid is not None:
             return Int4Linear.of(grid, bias, weight.dtype)
     if weight.device.type == "cpu" and BlockedProduct.takes(weight.dtype):
         return BlockedLinear.of(weight, bias)
@@ -110,7 +116,7 @@ class Int4Linear:
 
     packed: Tensor
     grids: Tensor
-    """Step and middle (the weight of level 8) of each group: (in / 32, out, 2)."""
+    """Step and middle (the weight of level 8) of each group: (groups, out, 2)."""
     bias: Tensor | None
 
     @classmethod
@@ -124,20 +130,24 @@ class Int4Linear:
     def size_bytes(self) -> int:
         return _bytes_of(self.packed, self.grids, self.bias)
 
+    @property
+    def _group(self) -> int:
+        return 2 * self.packed.shape[1] // len(self.grids)
+
     def __call__(self, rows: Tensor) -> Tensor:
         if len(rows) > EXPANDED_ROWS and packed_block() and len(self.packed) % packed_block() == 0:
             weights = self._expanded()
             product = in_pieces(lambda part: part @ weights, rows)
         else:
             product = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                rows.contiguous(), self.packed, GROUP, self.grids
+                rows.contiguous(), self.packed, self._group, self.grids
             )
         return product if self.bias is None else product + self.bias
 
     def _expanded(self) -> Tensor:
         """The weights, (in, out)."""
         levels = _levels(self.packed, packed_block())
-        groups = levels.view(-1, GROUP, levels.shape[1]).float() - LEVELS // 2
+        groups = levels.view(len(self.grids), -1, levels.shape[1]).float() - LEVELS // 2
         step, middle = self.grids.float().unbind(-1)
         weights = groups.mul_(step[:, None]).add_(middle[:, None])
         return weights.flatten(0, 1).to(self.grids.dtype)

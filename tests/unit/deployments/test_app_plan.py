@@ -142,6 +142,19 @@ def test_a_request_is_running_or_waiting() -> None:
     )
 
 
+def test_the_usage_of_the_cache_is_what_requests_hold() -> None:
+    """As in vLLM: not what is booked for them."""
+    counters = {"preempted": 1, "growth:evicted": 2, "growth:booked": 5}
+    router = replace(
+        IDLE, booked_bytes={"a": 60, "b": 20}, held_bytes=25, capacity_bytes=100, counters=counters
+    )
+    gauges = Status(router, (), ()).gauges()
+    assert gauges["triptych_kv_cache_usage_perc"] == 0.25
+    assert gauges["triptych_num_preemptions"] == 3
+    text = IngressMetrics().exposition(gauges).decode()
+    assert 'vllm:num_preemptions_total{model_name="m",engine="0"} 3.0' in aliases(text, "m")
+
+
 def test_metrics_tell_of_prefixes() -> None:
     settings = PrefixSettings(block_tokens=2, total_bytes=4096, tenant_bytes=4096)
     space = Namespace(salt=b"", model="m", revision="", profile="p")

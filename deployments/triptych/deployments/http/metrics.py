@@ -33,6 +33,7 @@ REQUEST_BUCKETS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
     240.0, 480.0, 960.0, 1920.0, 7680.0,
 )
+LENGTH_BUCKETS = tuple(float(count * 10**power) for power in range(6) for count in (1, 2, 5))
 # fmt: on
 
 
@@ -68,6 +69,24 @@ class IngressMetrics:
             "From admission to the last token.",
             registry=own,
             buckets=REQUEST_BUCKETS,
+        )
+        self.decode_time = Histogram(
+            "triptych_request_decode_time_seconds",
+            "From the first to the last token of one choice.",
+            registry=own,
+            buckets=REQUEST_BUCKETS,
+        )
+        self.prompt_length = Histogram(
+            "triptych_request_prompt_tokens",
+            "Tokens of the prompt of one choice.",
+            registry=own,
+            buckets=LENGTH_BUCKETS,
+        )
+        self.output_length = Histogram(
+            "triptych_request_generation_tokens",
+            "Output tokens of one choice.",
+            registry=own,
+            buckets=LENGTH_BUCKETS,
         )
         self.prompt_tokens = Counter(
             "triptych_prompt_tokens",
@@ -225,6 +244,9 @@ class RequestTimer:
         self._metrics.open.dec()
         self._metrics.success.labels(reason).inc()
         self._metrics.end_to_end.observe(now - self._start)
+        self._metrics.prompt_length.observe(self._prompt_tokens[name])
+        self._metrics.output_length.observe(self._tokens[name])
+        self._metrics.decode_time.observe(now - self._first.get(name, now))
         later_tokens = self._tokens[name] - 1
         if later_tokens > 0:
             self._metrics.per_token.observe((now - self._first[name]) / later_tokens)

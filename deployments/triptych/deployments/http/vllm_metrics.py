@@ -17,9 +17,13 @@ FAMILIES: Mapping[str, str] = {
         "inter_token_latency_seconds",
         "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_decode_time_seconds",
     )
 } | {
-    # Gauges here, since the pool reports totals; counters in vLLM.
+    # Gauges here, since other processes report totals; counters in vLLM.
+    "num_preemptions": "num_preemptions_total",
     "prefix_cache_queries": "prefix_cache_queries_total",
     "prefix_cache_hits": "prefix_cache_hits_total",
 }

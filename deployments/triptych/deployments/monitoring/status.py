@@ -10,6 +10,9 @@ from triptych.kvpool import DiskStats, PoolStats
 from triptych.router import RouterSnapshot
 from triptych.router.snapshot import HeldBy
 
+PREEMPTIONS = ("preempted", "growth:preempted", "growth:evicted")
+"""Decisions by which a running request has to wait."""
+
 
 @dataclass(frozen=True)
 class Status:
@@ -79,7 +82,10 @@ class Status:
                 sum(router.requests.values()) - waiting - leaving
             ),
             "triptych_num_requests_waiting": float(waiting),
-            "triptych_kv_cache_usage_perc": booked / capacity if capacity else 0.0,
+            "triptych_kv_cache_usage_perc": router.held_bytes / capacity if capacity else 0.0,
+            "triptych_num_preemptions": float(
+                sum(router.counters.get(reason, 0) for reason in PREEMPTIONS)
+            ),
             "triptych_router_capacity_bytes": float(capacity),
             "triptych_router_booked_bytes": float(booked),
             "triptych_router_held_bytes": float(router.held_bytes),

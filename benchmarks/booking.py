@@ -99,6 +99,7 @@ def measure(load: str, mib: int, booking: str, risk: float, seed: int) -> dict[s
         "bound_by_booked": trial.mean_bound_bytes / max(1.0, trial.mean_booked_bytes),
         "preempted_share": counted.get("growth:preempted", 0) / count,
         "recomputed_share": counted.get("recomputed", 0) / count,
+        "lowered_share": counted.get("growth:lowered", 0) / count,
         "decision_p50_ms": percentile([seconds * 1e3 for seconds in trial.decision_s], 50),
     }
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from triptych.cli.output import JsonFlag, notes
+from triptych.core.messages import Floor
 
 PREFIX = "sk-"
 """Prefix by which clients and secret scanners recognize an API key."""
@@ -33,6 +34,9 @@ def new(
         float,
         typer.Option(min=0.001, max=1000, help="Weight of this key in fair queueing between keys."),
     ] = 1.0,
+    floor: Annotated[
+        Floor, typer.Option(help="Lowest class that may store tokens of its requests.")
+    ] = "low",
     admin: Annotated[
         bool, typer.Option("--admin", help="Allow the key to read router decisions and profiles.")
     ] = False,
@@ -49,6 +53,7 @@ def new(
         "max_concurrent_requests": concurrent,
         "requests_per_minute": per_minute,
         "weight": weight,
+        "floor": floor,
         "admin": admin,
     }
     if as_json:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from triptych.core.errors import RequestError
-from triptych.core.messages import PluginOverride
+from triptych.core.messages import Floor, PluginOverride
 
 RequestedPlugins = Mapping[str, bool | Mapping[str, float]]
 """By label of the plug-in: on or off, or the options to run it with."""
@@ -35,6 +35,22 @@ class OverridablePlugin:
     bounds: dict[str, OptionRange] = field(default_factory=dict[str, OptionRange])
     needs: tuple[str, ...] = ()
     """Labels of the plug-ins that it depends on."""
+    drops_tokens: bool = False
+    """Whether it drops tokens, which no request with the floor ``high`` may have."""
+
+
+def check_floor(
+    floor: Floor, plugins: Sequence[OverridablePlugin], overrides: Sequence[PluginOverride]
+) -> None:
+    """Raise RequestError if a request has a floor and switches on a plug-in that drops tokens."""
+    droppers = {one.plugin for one in plugins if one.drops_tokens}
+    chosen = [one.plugin for one in overrides if one.on and one.plugin in droppers]
+    if floor == "high" and chosen:
+        text = (
+            f"{chosen[0]!r} drops tokens, which the floor 'high' of this request, its key or the "
+            "server forbids: leave it out, or lower the floor"
+        )
+        raise RequestError(text, f"plugins.{chosen[0]}")
 
 
 def overrides_of(

@@ -134,9 +134,19 @@ class AppPlan:
         return stage.actor.num_replicas
 
     def check(self) -> None:
-        """Raise ConfigError if windows do not fit the context, or the pool is too small."""
+        """Raise ConfigError if windows do not fit the context, the pool is too small, or a plug-in
+        drops tokens that the floor keeps."""
         Windows.of(self.config, self.context_tokens)
         self._check_stock()
+        self._check_floor()
+
+    def _check_floor(self) -> None:
+        droppers = [offer.plugin for offer in self.offers if offer.on and offer.drops_tokens]
+        if self.config.compressor.floor == "high" and droppers:
+            raise ConfigError(
+                f"compressor.floor=high: the plug-in {droppers[0]!r} of decode.plugins drops "
+                "tokens; leave it out, or disable it"
+            )
 
     def check_revision(self, loaded: str) -> None:
         """Raise ModelError if a worker has loaded another model than the application began with.

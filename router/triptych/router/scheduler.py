@@ -28,6 +28,7 @@ from triptych.core.messages import (
     Evicted,
     Fetched,
     Finished,
+    Lowered,
     Message,
     PagesWanted,
     Planned,
@@ -51,9 +52,11 @@ from triptych.router.models.overcommit import Overcommit
 from triptych.router.passes.autoscaling import Demand, Scaling
 from triptych.router.passes.cache_borrowing import CacheBorrowing
 from triptych.router.passes.completion import RequestCompletion
+from triptych.router.passes.decision_log import DecisionLog
 from triptych.router.passes.dispatch import Dispatch
 from triptych.router.passes.draining import Draining
 from triptych.router.passes.growth import Growth
+from triptych.router.passes.lowering import MemoryLowering
 from triptych.router.passes.migration import Migration
 from triptych.router.passes.placement_view import Placer
 from triptych.router.passes.preemption import Preemption
@@ -151,11 +154,13 @@ class Scheduler:
         may_interrupt = not batches.runs_batches_to_end
         self._borrowing = CacheBorrowing(cluster, plan.prefix_bytes)
         is_layerwise = batches.compress.most is None
+        bookings = BookingModel(self._model, capacity_bytes, is_layerwise=is_layerwise)
         self._growth = Growth(
             cluster,
             self._completion,
             self._borrowing,
-            BookingModel(self._model, capacity_bytes, is_layerwise=is_layerwise),
+            MemoryLowering(cluster, bookings, DecisionLog(cluster)),
+            bookings,
             Overcommit(config.overcommit_risk),
             is_on=config.booking == "forecast" and may_interrupt,
         )
@@ -262,6 +267,8 @@ class Scheduler:
                 self._preempted(message, sender, now)
             case PagesWanted():
                 self._growth.ask(message, sender, now)
+            case Lowered():
+                self._growth.lowered(message, sender, now)
             case Evicted():
                 self._evicted(message, sender, now)
             case Finished():

@@ -7,7 +7,7 @@ the compressor encodes all that waits, decode writes a token for each running re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Protocol
 
@@ -24,6 +24,8 @@ from triptych.core.messages import (
     Fetched,
     Finished,
     Join,
+    Lower,
+    Lowered,
     Message,
     PageLimit,
     PagesWanted,
@@ -286,6 +288,8 @@ class Decoding:
     """Output tokens after those of ``request``."""
     left: int
     """Output tokens until its end."""
+    lowered: int = 0
+    """High tokens of each head row that are stored as low ones."""
     limit: PageLimit | None = None
     is_paused: bool = False
 
@@ -329,6 +333,8 @@ class DecodeSimulation:
             case PageLimit():
                 self._set_limit(message, now)
                 return Work(0.0)
+            case Lower():
+                return Work(0.0, [self._lower(message)])
             case Evict():
                 return Work(0.0, [self._evict(message)])
             case Join():
@@ -340,7 +346,8 @@ class DecodeSimulation:
         request, tokens, written = message.request, message.handle.tokens, message.output_tokens
         left = self._lengths[request.id] - len(request.output_tokens) - len(written)
         limit = self._limits.pop(request.id, None)
-        one = Decoding(request, self._steps, tokens, len(written), left)
+        lowered = message.report.lowered_tokens
+        one = Decoding(request, self._steps, tokens, len(written), left, lowered)
         one.limit = limit if limit and limit.pages else None
         self._enter(one)
         tpot_s = request.slo.tpot_s
@@ -377,6 +384,8 @@ class DecodeSimulation:
                 self._leave(one)
                 last.append(name)
                 sends.append(Send(ROUTER, Finished(request=name, tokens=self._lengths[name])))
+            elif event == "lowers":
+                sends.append(Send(ROUTER, self._free_by_lowering(one, 0)))
             else:
                 sends.append(self._ask(one, is_paused=event == "pauses"))
         joined, self._joined = tuple(self._joined), []
@@ -392,6 +401,8 @@ class DecodeSimulation:
         limit = one.limit
         if limit is None:
             return
+        if limit.lowers and self._enter_lowering(one, limit):
+            return
         most = self._tokens_in(one, limit.pages)
         if limit.tokens:
             most = min(most, limit.tokens)
@@ -405,19 +416,36 @@ class DecodeSimulation:
             self._events[self._steps + ask].append(("asks", one))
         self._events[self._steps + pause].append(("pauses", one))
 
+    def _enter_lowering(self, one: Decoding, limit: PageLimit) -> bool:
+        """Schedule the next lowering of a request with such a limit; False if nothing is left."""
+        if one.lowered + self._cluster.plan.high.tokens > self._cluster.most_lowered(one.tokens):
+            return False
+        reached = max(1, self._tokens_in(one, self._lowest_spare(limit)) - one.tokens)
+        if reached < one.left:
+            self._events[self._steps + reached].append(("lowers", one))
+        return True
+
+    def _lowest_spare(self, limit: PageLimit) -> int:
+        """Pages at which a request with such a limit is lowered."""
+        return limit.pages - self._step_pages - self._cluster.plan.geometry.head_rows
+
     def _tokens_in(self, one: Decoding, pages: int) -> int:
         """Tokens, from those that a request has on, that fit this number of pages."""
         lengths = range(one.tokens + 1, one.tokens + one.left + 2)
-        return one.tokens + bisect_right(lengths, pages, key=self._cluster.stored_pages)
+        return one.tokens + bisect_right(lengths, pages, key=lambda n: self._pages(one, n))
+
+    def _pages(self, one: Decoding, tokens: int) -> int:
+        """Pages that a request holds at a length."""
+        return self._cluster.stored_pages(tokens, one.lowered)
 
     def _ask(self, one: Decoding, *, is_paused: bool) -> Send:
-        tokens, stored = one.at(self._steps), self._cluster.stored_pages
-        wanted = max(0, stored(tokens + 1) - stored(tokens))
+        tokens = one.at(self._steps)
+        pages = self._pages(one, tokens)
+        wanted = max(0, self._pages(one, tokens + 1) - pages)
         if is_paused:
             self._leave(one)
             self._batch[one.request.id] = paused = self._now(one)
             paused.is_paused = True
-        pages = stored(tokens)
         message = PagesWanted(
             request=one.request.id, tokens=tokens, pages=pages, wanted=wanted * is_paused
         )
@@ -432,7 +460,7 @@ class DecodeSimulation:
             self._tempo.join(one.request.id, one.request.slo.tpot_s, 1, 0.0, now)
         self._leave(one, keeps_deadline=True)
         after = self._now(one)
-        after.limit = message if message.pages else None
+        after.limit, after.is_paused = message if message.pages else None, False
         self._enter(after)
 
     def _now(self, one: Decoding) -> Decoding:
@@ -444,7 +472,9 @@ class DecodeSimulation:
             one.tokens + more,
             one.written + more,
             one.left - more,
+            one.lowered,
             one.limit,
+            one.is_paused,
         )
 
     def _leave(self, one: Decoding, *, keeps_deadline: bool = False) -> None:
@@ -455,6 +485,43 @@ class DecodeSimulation:
         if not one.is_paused:
             self._running -= 1
             self._stored -= one.at(self._steps)
+
+    def _lower(self, message: Lower) -> Send:
+        """Lower a request, and its limit by the freed pages."""
+        one, lowered = self._batch.get(message.request), Lowered(request=message.request)
+        if one is not None:
+            lowered = self._free_by_lowering(one, message.pages, takes_away=True)
+        return Send(ROUTER, replace(lowered, number=message.number))
+
+    def _free_by_lowering(
+        self, found: Decoding, pages: int, *, takes_away: bool = False
+    ) -> Lowered:
+        """Lower whole pages of high tokens, as few as free ``pages``, or reach the limit again.
+
+        ``takes_away``: whether the limit is lowered by the freed pages.
+        """
+        one, room = self._now(found), self._cluster.plan.high.tokens
+        before, most = self._pages(one, one.tokens), self._cluster.most_lowered(one.tokens)
+        if one.limit is not None and one.limit.lowers:
+            pages = max(pages, before - self._lowest_spare(one.limit) + self._step_pages)
+        freed = 0
+        while freed < pages and one.lowered + room <= most:
+            one.lowered += room
+            freed = before - self._pages(one, one.tokens)
+        if takes_away and one.limit is not None:
+            one.limit = replace(one.limit, pages=one.limit.pages - freed)
+        self._leave(found, keeps_deadline=True)
+        if one.is_paused:
+            self._batch[one.request.id] = one
+        else:
+            self._enter(one)
+        return Lowered(
+            request=one.request.id,
+            freed=freed,
+            pages=before - freed,
+            tokens=one.tokens,
+            lowered_tokens=one.lowered,
+        )
 
     def _suspend(self, name: str) -> list[Send]:
         """Preempt a request, if it still runs."""

@@ -150,8 +150,11 @@ class Cluster:
                 groups.append((f"{self.name}{letter}{index}", node, stages))
         return groups
 
-    def stored_pages(self, tokens: int) -> int:
-        """Pages of all head rows once a prompt of ``tokens`` tokens is compressed."""
+    def stored_pages(self, tokens: int, lowered: int = 0) -> int:
+        """Pages of all head rows of ``tokens`` compressed tokens.
+
+        ``lowered``: high tokens of each head row that are stored as low ones.
+        """
         plan = self.plan
         encoded, rows = plan.leaving_tokens(tokens), plan.geometry.head_rows
         recent = plan.recent.pool_pages(plan.recent.pages(tokens - encoded) * rows)
@@ -160,9 +163,17 @@ class Cluster:
         if plan.low is None:
             coded = plan.high.pages(encoded)
         else:
-            high = round(encoded * self.high_share)
+            high = round(encoded * self.high_share) - lowered
             coded = plan.high.pages(high) + plan.low.pages(encoded - high)
         return recent + coded * rows
+
+    def most_lowered(self, tokens: int) -> int:
+        """High tokens of each head row, of ``tokens`` in all, that fill whole pages."""
+        plan = self.plan
+        if plan.low is None:
+            return 0
+        high = round(plan.leaving_tokens(tokens) * self.high_share)
+        return high // plan.high.tokens * plan.high.tokens
 
 
 def split_of(replicas: int) -> tuple[int, int, int]:

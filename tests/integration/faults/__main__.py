@@ -2,8 +2,10 @@
 
     python -m tests.integration.faults --seeds 20 --json benchmarks/results/fail_points.json
     python -m tests.integration.faults --seeds 20 --parts
+    python -m tests.integration.faults --seeds 20 --lowering
 
-``--parts`` tests the points of layer-wise prefill. Prints a summary; writes a result file only with
+``--parts`` tests the points of layer-wise prefill, ``--lowering`` those of requests whose high
+tokens become low. Prints a summary; writes a result file only with
 ``--json``. The exit code is 1 if an answer or a page was lost, if an answer changed after the death
 of a prefill, compress or decode worker, or if no process died at a point.
 """
@@ -18,21 +20,28 @@ from tempfile import TemporaryDirectory
 from rich.progress import track
 
 from tests.integration.faults.cluster import Cluster
-from tests.integration.faults.points import PART_POINTS, PLACES, WHOLE_POINTS
+from tests.integration.faults.points import (
+    LOWERING_POINTS,
+    PART_POINTS,
+    PLACES,
+    WHOLE_POINTS,
+)
 from tests.integration.faults.trial import CLIENTS, Trial, Trials
 from tests.tiny import save_tiny_model
 from triptych.cli.output import console, make_table, write_json
 from triptych.loadgen.report.host import host_info
 
 
-async def run(seeds: range, wanted: Sequence[str], out: Path | None, *, in_parts: bool) -> int:
-    every = PART_POINTS if in_parts else WHOLE_POINTS
+async def run(
+    seeds: range, wanted: Sequence[str], out: Path | None, *, in_parts: bool, is_lowering: bool
+) -> int:
+    every = PART_POINTS if in_parts else LOWERING_POINTS if is_lowering else WHOLE_POINTS
     points = [point for point in every if point.role in wanted or point.name in wanted]
     trials = list[Trial]()
     bad = list[Trial]()
     with TemporaryDirectory() as folder:
         model = save_tiny_model(Path(folder), layers=7 if in_parts else 2)
-        async with Cluster(model, in_parts=in_parts) as cluster:
+        async with Cluster(model, in_parts=in_parts, is_lowering=is_lowering) as cluster:
             tries = await Trials.of(cluster)
             for seed in seeds:
                 for point in track(points, f"seed {seed}", console=console):
@@ -102,12 +111,15 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--roles", default=",".join(PLACES), help="kinds of process; default all")
     parser.add_argument("--point", action="append", help="a point, in place of roles; repeatable")
-    parser.add_argument("--parts", action="store_true", help="points of layer-wise prefill")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--parts", action="store_true", help="points of layer-wise prefill")
+    kinds.add_argument("--lowering", action="store_true", help="points of lowered requests")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     asked = parser.parse_args()
     wanted = asked.point or asked.roles.split(",")
     seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-    sys.exit(asyncio.run(run(seeds, wanted, asked.json, in_parts=asked.parts)))
+    modes = {"in_parts": asked.parts, "is_lowering": asked.lowering}
+    sys.exit(asyncio.run(run(seeds, wanted, asked.json, **modes)))
 
 
 if __name__ == "__main__":

@@ -71,16 +71,32 @@ class Cluster:
     """Starts all processes, and starts anew whoever dies. Clients ask from this process."""
 
     def __init__(
-        self, model: Path, *, shards: int = 1, in_parts: bool = False, **pool: Any
+        self,
+        model: Path,
+        *,
+        shards: int = 1,
+        in_parts: bool = False,
+        is_lowering: bool = False,
+        **pool: Any,
     ) -> None:
-        """``in_parts``: no prefixes are kept, and prompts are encoded layer by layer."""
+        """``in_parts``: no prefixes are kept, and prompts are encoded layer by layer.
+
+        ``is_lowering``: nearly all tokens are high, and running requests are lowered at random.
+        """
         each = {"num_replicas": shards}
-        self.in_parts = in_parts
+        self.in_parts, self._is_lowering = in_parts, is_lowering
+        classes = {"alpha_high": 0.05} if is_lowering else {}
         parts = {"max_num_batched_tokens": 32} if in_parts else {}
         settings: dict[str, Any] = {
             "model": {"name": str(model), "dtype": "float32", "max_model_len": 256},
             # Some answers drop tokens, others can be kept.
-            "compressor": {"actor": each, "profile": "none", **DIFFKV, "alpha_low": 0.008},
+            "compressor": {
+                "actor": each,
+                "profile": "none",
+                **DIFFKV,
+                "alpha_low": 0.008,
+                **classes,
+            },
             "prefill": {"actor": {"threads": 1, **each}, **parts},
             "decode": {"actor": {"threads": 1, "num_replicas": 2 * shards}, "max_num_seqs": 4},
             "pool": {
@@ -195,7 +211,7 @@ class Cluster:
     def _start(self, index: int) -> None:
         self._taken[index] = ABSENT
         role, shard = self._roles[index]
-        args = (role, self._plans[shard], self.board, self._taken, index)
+        args = (role, self._plans[shard], self.board, self._taken, index, self._is_lowering)
         process = FORKS.Process(target=run, args=args, daemon=True)
         process.start()
         self._processes[index] = process
@@ -253,7 +269,7 @@ class Cluster:
 # ---------------------------------------------------------------- in the processes
 
 
-def run(role: str, plan: AppPlan, board: Board, taken: Any, index: int) -> None:
+def run(role: str, plan: AppPlan, board: Board, taken: Any, index: int, is_lowering: bool) -> None:
     """Be one of the server's processes."""
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # what is said of deaths is no news here
@@ -263,7 +279,7 @@ def run(role: str, plan: AppPlan, board: Board, taken: Any, index: int) -> None:
         be_pool(plan, taken, index)
     else:
         asyncio.run(
-            be_router(plan, taken, index)
+            be_router(plan, taken, index, is_lowering=is_lowering)
             if role == "router"
             else be_worker(role, plan, taken, index)
         )
@@ -305,9 +321,29 @@ def move_at_random() -> None:
     Scheduler.schedule = restless
 
 
-async def be_router(plan: AppPlan, taken: Any, index: int) -> None:
+def lower_at_random() -> None:
+    """Have running requests lowered all the time; while memory is short, some would be."""
+    luck, schedule = random.Random(1), Scheduler.schedule
+
+    def lowering(self: Scheduler, now: float, *, is_tick: bool = False) -> list[Send]:
+        memory, requests = self._growth.lowering, self._cluster.requests
+        able = [
+            entry
+            for entry in requests.in_state(State.DECODING)
+            if memory._may_lower(entry, entry.placement.final_arena)
+        ]
+        if able and luck.random() < MOVES_A_FRAME:
+            memory._lower(luck.choice(able), memory.bookings.row_bytes)
+        return schedule(self, now, is_tick=is_tick)
+
+    Scheduler.schedule = lowering
+
+
+async def be_router(plan: AppPlan, taken: Any, index: int, *, is_lowering: bool) -> None:
     stop = told_to_stop()
     move_at_random()
+    if is_lowering:
+        lower_at_random()
     shell = RouterReplica.__new__(RouterReplica)
     await shell.__init__(plan)
     taken[index] = 0

@@ -19,9 +19,12 @@ from triptych.kvpool.rpc.local_pool import PoolCall
 from triptych.kvpool.rpc.prefix_calls import FindPrefix, KeepSession, PinPrefix, PublishPrefix
 from triptych.kvpool.rpc.stub import PoolStub
 from triptych.router import Scheduler
+from triptych.router.passes.lowering import MemoryLowering
 from triptych.workers.compress import compress_engine
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.decode_engine import DecodeEngine
+from triptych.workers.decode.handover import RequestHandover
+from triptych.workers.decode.lowering import Lowering
 from triptych.workers.decode.output_cache import OutputCache, SlotTokenSource
 from triptych.workers.decode.page_growth import PageGrowth
 from triptych.workers.decode.window import Window
@@ -120,6 +123,20 @@ PARTS: dict[str, dict[str, Place]] = {
 """The same where prompts are encoded layer by layer as they are read."""
 
 
+LOWERING: dict[str, dict[str, Place]] = {
+    "decode": {
+        "plan a lowering": (Lowering, "prepare"),
+        "lower pages": (Lowering, "apply"),
+        "move lowered tokens": (Lowering, "_move"),
+        "note a lowering": (Checkpoint, "lower"),
+        "put lowered tables in place": (Checkpoint, "complete_lowering"),
+        "renew the lease": (RequestHandover, "renew_lease"),
+    },
+    "router": {"lowered": (MemoryLowering, "lowered")},
+}
+"""The same where high tokens of running requests become low."""
+
+
 @dataclass(frozen=True)
 class Point:
     """A moment right before or after a call."""
@@ -143,7 +160,8 @@ def points_of(places: dict[str, dict[str, Place]]) -> list[Point]:
 
 
 WHOLE_POINTS, PART_POINTS = points_of(PLACES), points_of(PARTS)
-POINTS = [*WHOLE_POINTS, *PART_POINTS]
+LOWERING_POINTS = points_of(LOWERING)
+POINTS = [*WHOLE_POINTS, *PART_POINTS, *LOWERING_POINTS]
 FIRST_DEATH = Point("decode", "before", "compute")
 """Where the decode worker dies whose requests a takeover worker continues."""
 
@@ -185,7 +203,8 @@ def watch_points(role: str, board: Board) -> None:
     """From now on this process counts what it passes, and dies where it is told to."""
     for index, point in enumerate(POINTS):
         if point.role == role and point.edge == "before":
-            place = (PLACES[role] | PARTS.get(role, {}))[point.place]
+            every = PLACES[role] | PARTS.get(role, {}) | LOWERING.get(role, {})
+            place = every[point.place]
             owner, name, sent = function_of(role, place)
             setattr(owner, name, _watched(getattr(owner, name), board, index, sent))
 

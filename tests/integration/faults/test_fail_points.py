@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from tests.integration.faults.cluster import Cluster
-from tests.integration.faults.points import PART_POINTS, TAKEOVER, WHOLE_POINTS, Point
+from tests.integration.faults.points import (
+    LOWERING_POINTS,
+    PART_POINTS,
+    TAKEOVER,
+    WHOLE_POINTS,
+    Point,
+)
 from tests.integration.faults.trial import Trial, Trials
 from tests.tiny import save_tiny_model
 
@@ -24,6 +30,13 @@ async def test_nor_while_a_prompt_is_encoded_layer_by_layer(tmp_path: Path) -> N
     async with Cluster(save_tiny_model(tmp_path, layers=7), in_parts=True) as cluster:
         assert await die_at(cluster, PART_POINTS[::2]) == []
         assert set(cluster.deaths) == {"prefill", "compress"}
+
+
+@pytest.mark.timeout(240)
+async def test_nor_while_requests_are_lowered(tmp_path: Path) -> None:
+    async with Cluster(save_tiny_model(tmp_path), is_lowering=True) as cluster:
+        assert await die_at(cluster, LOWERING_POINTS) == []
+        assert set(cluster.deaths) == {"decode", "router"}
 
 
 async def die_at(cluster: Cluster, points: list[Point]) -> list[Trial]:

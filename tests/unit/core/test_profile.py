@@ -131,6 +131,9 @@ def test_keys_are_centred_only_where_it_helps() -> None:
         ({"alpha_high": -1}, "alpha_high=-1.0"),
         ({"high_format": "fp16"}, "high_format='fp16': expected a quantized format"),
         ({"high_format": "k4v2"}, "low_format='k4v2': expected a format with fewer bits"),
+        ({"floor": "high", "alpha_low": 0.1}, "alpha_low=0.1: expected 0 with compressor.floor"),
+        ({"floor": "high", "mass_low": 0.01}, "mass_low=0.01: expected 0 with compressor.floor"),
+        ({"floor": "none"}, "compressor.floor"),
         ({"low_format": "k8v8"}, "low_format='k8v8': expected a format with fewer bits"),
     ],
 )

@@ -35,6 +35,8 @@ from triptych.core.messages import (
     Join,
     Layers,
     LayersEncoded,
+    Lower,
+    Lowered,
     Message,
     PageLimit,
     PagesWanted,
@@ -64,6 +66,8 @@ PAGE, SLOTS = 768, 3  # a page as small as this is not divided
 POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
 PLAN = PagePlan(Geometry(layers=6, kv_heads=1, head_dim=64), PAGE, POLICY)
 IN_PARTS = replace(PLAN, chunk_tokens=60, layers_at_once=2)
+LOWERABLE = replace(PLAN, policy=replace(POLICY, low_format="k4v2"))
+"""Its bounds are those of two classes. The workers hold less: what one class takes."""
 RAW, STORED = PageLayout(FORMATS["fp16"], 64, PAGE), PageLayout(FORMATS["k8v4"], 64, PAGE)
 CAPACITY = 330 * PLAN.geometry.head_rows * PAGE
 LEASE_S = 4.0
@@ -80,7 +84,15 @@ WORKERS: dict[str, tuple[Stage, ...]] = {
 }
 INGRESSES = ("in0", "in1")
 REPEATABLE = (
-    Prefilled | Planned | Compressed | Resumed | Preempted | Finished | PagesWanted | Evicted
+    Prefilled
+    | Planned
+    | Compressed
+    | Resumed
+    | Preempted
+    | Finished
+    | PagesWanted
+    | Evicted
+    | Lowered
 )
 
 
@@ -96,6 +108,8 @@ class Held:
     written: int = 0
     limit: PageLimit | None = None
     is_paused: bool = False
+    lowered: int = 0
+    """Pages of each head row that storing high tokens as low ones has freed."""
 
 
 @dataclass(eq=False)
@@ -170,7 +184,7 @@ class FakeWorld:
         self.unnoticed = list[str]()
         self.record_report = list[tuple[str, Message]]()
         self.check_admissions = True
-        self.resumed = self.suspended = self.evicted = 0
+        self.resumed = self.suspended = self.evicted = self.lowered = 0
 
     # ---------------------------------------------------------------- the router's side
 
@@ -317,6 +331,8 @@ class FakeWorld:
                     self.suspend(worker, name)
             case PageLimit():
                 self.limit(worker, message)
+            case Lower():
+                self.lower(worker, message)
             case Evict():
                 self.evict(worker, message)
             case Cancel():
@@ -498,6 +514,49 @@ class FakeWorld:
         else:
             worker.limits[message.request] = message
 
+    def lower(self, worker: FakeWorker, message: Lower) -> None:
+        """Free a page or two of each head row, or none, whatever is wanted."""
+        held = worker.held.get(message.request)
+        answer = Lowered(request=message.request, number=message.number)
+        if held is not None and held.decoding is not None:
+            assert held.decoding.floor == "low"
+            count = min(self.leases % 3, held.pages - 1)
+            if count:
+                self.lowered += 1
+                held.pages, held.lowered = held.pages - count, held.lowered + count
+                if held.limit is not None:
+                    limit = held.limit.pages - held.rows * count
+                    held.limit = replace(held.limit, pages=limit)
+                answer = replace(
+                    answer,
+                    freed=held.rows * count,
+                    pages=held.rows * held.pages,
+                    tokens=held.decoding.known_tokens + held.written,
+                    lowered_tokens=held.lowered,
+                )
+        worker.outbox.append(answer)
+
+    def lower_within(self, worker: FakeWorker, name: str, limit: PageLimit) -> int:
+        """Free as many pages as keep a request within its limit; returns those of a head row."""
+        held = worker.held[name]
+        assert held.decoding is not None
+        assert held.decoding.floor == "low"
+        pages = limit.pages // held.rows
+        tokens = held.decoding.known_tokens + held.written + 1
+        need = ByteModel(PLAN).estimate(tokens, 0).grown // (held.rows * PAGE)
+        need = min(need, self.most_pages(held.decoding)) - held.lowered
+        held.lowered += need - pages
+        self.lowered += 1
+        lowered = Lowered(
+            request=name,
+            freed=held.rows,
+            pages=held.rows * pages,
+            tokens=tokens - 1,
+            lowered_tokens=held.lowered,
+        )
+        worker.outbox.append(lowered)
+        return pages
+
     def evict(self, worker: FakeWorker, message: Evict) -> None:
         """Free the pages of a request that runs here, or is on offer."""
         name = message.request
@@ -516,9 +575,15 @@ class FakeWorld:
             tokens = request.known_tokens + held.written + 1
             is_last = len(request.output_tokens) + held.written + 2 > request.sampling.max_tokens
             need = ByteModel(PLAN).estimate(tokens, 0).grown // (rows * PAGE)
-            need = max(held.pages, min(need, self.most_pages(request)))
+            need = max(held.pages, min(need, self.most_pages(request)) - held.lowered)
             limit = held.limit
-            if limit and not is_last and (rows * need > limit.pages or tokens > limit.tokens):
+            if limit and limit.lowers and rows * need > limit.pages and self.leases % 5:
+                need = self.lower_within(worker, name, limit)
+            if (
+                limit
+                and not is_last
+                and (rows * need > limit.pages or (limit.tokens and tokens > limit.tokens))
+            ):
                 held.is_paused = True
                 wanted = PagesWanted(
                     request=name,
@@ -658,6 +723,7 @@ class RouterMachine(RuleBasedStateMachine):
                 sampling=Sampling(max_tokens=self.times * new),
                 reply_to=ingress,
                 priority=self.priorities[urgency],
+                floor="low" if len(self.world.requests) % 4 else "high",
             )
             self.world.requests[name] = request
             self.world.arrived[name] = self.world.now
@@ -954,6 +1020,18 @@ class OvercommittingMachine(ForecastMachine):
         bookings.ratios.at = lambda *_: (0.0, 0.0)  # type: ignore
 
 
+class LoweringMachine(OvercommittingMachine):
+    """Requests have high and low tokens, so some are lowered while memory is short."""
+
+    plan = LOWERABLE
+    times = 20
+
+
+class LyingLoweringMachine(LyingMachine):
+    plan = LOWERABLE
+    times = 20
+
+
 class ForecastUrgentMachine(OvercommittingMachine):
     priorities = (0, 0, -3)
 
@@ -1001,6 +1079,10 @@ TestLying = LyingMachine.TestCase
 TestLying.settings = LIMITS
 TestOvercommitting = OvercommittingMachine.TestCase
 TestOvercommitting.settings = LIMITS
+TestLowering = LoweringMachine.TestCase
+TestLowering.settings = LIMITS
+TestLyingLowering = LyingLoweringMachine.TestCase
+TestLyingLowering.settings = LIMITS
 TestForecastUrgent = ForecastUrgentMachine.TestCase
 TestForecastUrgent.settings = LIMITS
 TestForecastColocatedParts = ForecastColocatedPartsMachine.TestCase

@@ -4,6 +4,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -332,3 +333,25 @@ def test_requests_that_outgrow_the_pool_make_room_for_older_ones_and_all_end(
         assert len(heard) < 8 * 60
         assert server.booked_bytes == {}
         assert server.pool.stat().request_pages == 0
+
+
+def test_old_tokens_lose_precision_while_memory_is_short_but_not_below_a_floor(
+    tiny_model: Path,
+) -> None:
+    """Half of the requests have a floor; every answer says how many of its tokens were lowered."""
+    settings = config(
+        compressor={"policy": "diffkv", "recent_window_tokens": 20, "alpha_high": 0.05},
+        pool={"kv_cache_memory_bytes": 560 << 10, "extent_pages": 1, "prefix_bytes": 0},
+        router={"overcommit_risk": 0.5},
+    )
+    with LocalServer(settings, tiny_model) as server:
+        asked = [server.request(prompt(20, seed), greedy(250)) for seed in range(8)]
+        asked = [replace(one, floor=("low", "high")[n % 2]) for n, one in enumerate(asked)]
+        answers = server.complete(asked)
+        assert [len(answer.tokens) for answer in answers] == [250] * 8
+        lowered = [answer.report.lowered_tokens for answer in answers if answer.report]
+        assert len(lowered) == 8
+        assert any(lowered[::2])
+        assert not any(lowered[1::2])
+        assert server.counters["growth:lowered"] > 0
+        assert server.counters["lowered_bytes"] > 0

@@ -59,9 +59,10 @@ class RouterConfig:
 
     booking: Literal["forecast", "bounds"] = "forecast"
     """Bytes of pages that are booked for a request: ``forecast`` (what it will take soon, learned
-    from earlier answers; more is booked as it grows, and if memory runs short, the youngest
-    requests are preempted) or ``bounds`` (all that it can take until ``max_tokens``, so that no
-    request ever waits once it runs). Batches of fixed size (``static:``) always use bounds."""
+    from earlier answers; more is booked as it grows, and if memory runs short, old tokens lose
+    precision, then the youngest requests are preempted) or ``bounds`` (all that it can take until
+    ``max_tokens``, so that no request ever waits once it runs). Batches of fixed size
+    (``static:``) always use bounds."""
 
     overcommit_risk: float = 0.0001
     """``booking: forecast``: probability with which the running requests of an arena may come to

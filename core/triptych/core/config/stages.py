@@ -175,6 +175,12 @@ class CompressorConfig:
     """``diffkv``: output tokens between two measurements of the attention that each token receives;
     0: no measurement, every token that leaves the window is high."""
 
+    floor: Literal["low", "high"] = "low"
+    """Lowest class that may store tokens of requests: ``low`` (as the policy decides; while memory
+    is short, high tokens of running requests become low before any request is preempted) or
+    ``high`` (all tokens are high at least, and none is dropped). A key of ``ingress.api_keys`` and
+    a request may ask for a higher one; the highest counts."""
+
     kv_rotation: Literal["auto", "none", "hadamard"] = "auto"
     """Rotation of keys and values before they are quantized: a Hadamard rotation distributes
     outliers over all channels; ``auto``: ``hadamard`` if a format is quantized."""
@@ -195,6 +201,11 @@ class CompressorConfig:
         require(self.sink_tokens >= 0, "compressor.sink_tokens", self.sink_tokens, ">= 0")
         young = self.high_window_tokens
         require(young >= 0, "compressor.high_window_tokens", young, ">= 0")
+        may_drop = self.floor == "low"
+        expected = "0 with compressor.floor=high, which drops no token"
+        keeps = self.alpha_low in ("auto", 0)
+        require(may_drop or keeps, "compressor.alpha_low", self.alpha_low, expected)
+        require(may_drop or not low, "compressor.mass_low", low, expected)
         every = self.score_every_tokens
         require(every >= 0, "compressor.score_every_tokens", every, ">= 0")
 

@@ -12,6 +12,9 @@ FinishReason = Literal["stop", "length"]
 Stage = Literal["prefill", "compress", "decode"]
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 """In the order of a request."""
+Floor = Literal["low", "high"]
+"""The lowest class that may store tokens of a request. ``low``: as the policy decides, and high
+tokens become low when memory is short. ``high``: all tokens are high at least, none is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,8 @@ class Request:
     """Maximum tokens taken from a cached prefix; None: no limit."""
     plugin_overrides: tuple[PluginOverride, ...] = ()
     """Plug-in settings of this request, where they differ from the server's."""
+    floor: Floor = "low"
+    """The strictest floor of the server, the key and the request."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -220,3 +225,5 @@ class CompressionReport:
     """Bytes of the pages that hold them now, for this request alone."""
     shared_bytes: int = 0
     """Bytes of shared pages of a cached prefix that the request reads."""
+    lowered_tokens: int = 0
+    """High tokens that became low because memory was short, per head row, rounded up."""

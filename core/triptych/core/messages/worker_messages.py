@@ -8,6 +8,7 @@ from triptych.core.handles import KVHandle
 from triptych.core.messages.client_messages import Failed
 from triptych.core.messages.request import (
     CompressionReport,
+    Floor,
     Request,
     Stage,
     TokenLogprob,
@@ -119,6 +120,8 @@ class Layers:
     """Their raw pages; ``tokens`` is the whole prompt."""
     reader: str
     """Address that receives ``LayersEncoded``."""
+    floor: Floor = "low"
+    """As in ``Request``."""
 
 
 @message
@@ -160,6 +163,8 @@ class CompressItem:
     handle: KVHandle
     prefix: Prefix | None = None
     """Prompt to add to the prefix cache; None: nothing is added."""
+    floor: Floor = "low"
+    """As in ``Request``."""
 
 
 @message
@@ -271,6 +276,8 @@ class PageLimit:
     """Pages of its own, without shared ones; 0: no limit."""
     tokens: int = 0
     """Most tokens of the sequence that they may hold; 0: no limit."""
+    lowers: bool = False
+    """Whether the worker lowers the request to stay within the limit, without asking."""
 
 
 EARLY_TOKENS = 8
@@ -291,6 +298,40 @@ class PagesWanted:
     """More pages that its next token needs; 0: not known yet."""
     is_exhausted: bool = False
     """Whether the limit allows them and the pool had too few."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lower:
+    """Router to decode worker: memory is short, so store high tokens of a request as low ones.
+
+    The worker lowers its own page limit by the pages that it frees.
+    """
+
+    request: str
+    number: int
+    """Number of this message for the request; the answer repeats it."""
+    pages: int
+    """Pages that are to be free after it, at least."""
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """Decode worker to router: what ``Lower`` did, nothing included; or what the worker did to keep
+    a request within a limit with ``lowers``."""
+
+    request: str
+    number: int = 0
+    """That of ``Lower``; 0: there was none."""
+    freed: int = 0
+    """Pages that are free now."""
+    pages: int = 0
+    """Pages that the request holds now, without shared ones; only with ``freed``."""
+    tokens: int = 0
+    """Tokens of the sequence that they hold."""
+    lowered_tokens: int = 0
+    """As in ``CompressionReport``."""
 
 
 @message

@@ -294,20 +294,24 @@ class PromptTokensDetails(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Compression(_message.Message):
-    __slots__ = ("policy", "ratio", "raw_bytes", "stored_bytes", "estimated_error", "shared_bytes")
+    __slots__ = ("policy", "ratio", "raw_bytes", "stored_bytes", "estimated_error", "shared_bytes", "floor", "lowered_tokens")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_ERROR_FIELD_NUMBER: _ClassVar[int]
     SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_FIELD_NUMBER: _ClassVar[int]
+    LOWERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     ratio: float
     raw_bytes: int
     stored_bytes: int
     estimated_error: EstimatedError
     shared_bytes: int
-    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., estimated_error: _Optional[_Union[EstimatedError, _Mapping]] = ..., shared_bytes: _Optional[int] = ...) -> None: ...
+    floor: str
+    lowered_tokens: int
+    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., estimated_error: _Optional[_Union[EstimatedError, _Mapping]] = ..., shared_bytes: _Optional[int] = ..., floor: _Optional[str] = ..., lowered_tokens: _Optional[int] = ...) -> None: ...
 
 class EstimatedError(_message.Message):
     __slots__ = ("kl", "top1_agreement", "measured_at_tokens")

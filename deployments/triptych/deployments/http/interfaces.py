@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from triptych.core.messages import Failed, Request, Tokens
+from triptych.core.messages import Failed, Floor, Request, Tokens
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
 
@@ -38,6 +38,8 @@ class ModelCard:
     """Unix time in seconds."""
     fidelity: tuple[Fidelity, ...] = ()
     """The error of compression that calibration measured, by context length."""
+    floor: Floor = "low"
+    """Floor of all requests (``compressor.floor``)."""
     plugins: tuple[OverridablePlugin, ...] = ()
     """What requests may change about the plug-ins of the decode step."""
     reasoning: str = "auto"

@@ -31,6 +31,7 @@ from triptych.core.errors import (
     RequestError,
     TooManyRequests,
 )
+from triptych.core.messages import Floor
 from triptych.core.schema import SchemaError, build
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class Key:
     """Average rate, and size of a burst, each choice of each prompt counted; 0: no limit."""
     weight: float = 1.0
     """Share of the server relative to other keys, counted as page bytes times seconds."""
+    floor: Floor = "low"
+    """Lowest class that may store tokens of its requests (``compressor.floor``)."""
     admin: bool = False
     """Whether the key may read router decisions and take profiles."""
 
@@ -99,6 +102,11 @@ class Client:
     def weight(self) -> float:
         """Share of the server relative to other clients."""
         return self.key.weight if self.key else 1.0
+
+    @property
+    def floor(self) -> Floor:
+        """Lowest class that may store tokens of its requests."""
+        return self.key.floor if self.key else "low"
 
     @property
     def seen_tenant(self) -> str | None:

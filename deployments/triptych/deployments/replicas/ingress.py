@@ -57,6 +57,7 @@ class IngressReplica:
                 window_tokens=self._plan.context_tokens,
                 created=int(time.time()),
                 fidelity=self._plan.fidelity,
+                floor=self._plan.config.compressor.floor,
                 plugins=self._plan.offers,
             ),
             config=self._plan.config.ingress,

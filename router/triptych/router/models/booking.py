@@ -9,6 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from triptych.core.layout import PageLayout
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
 from triptych.router.models.output_length import OutputLengths
 from triptych.router.models.overcommit import AHEAD, Need
@@ -62,8 +63,18 @@ class Booking:
     """Whether its bound is booked, so that it will need nothing more."""
     may_evict: bool = True
     """Whether its answer is the same if it is computed again."""
+    lowers: bool = False
+    """Whether its worker lowers it to stay within its bound, which is smaller therefore."""
+    may_lower: bool = True
+    """Whether that is possible: its floor allows it, and no worker has failed to do it."""
     evictions: int = 0
     """Times that its pages were freed before its end."""
+    lowered: int = 0
+    """Bytes that storing high tokens as low ones has freed."""
+    lowerings: int = 0
+    """Times that its worker was told to do that."""
+    unlowerable: int = 0
+    """Bytes that it holds beyond ``BookingModel.lowest`` and could not free."""
     latest: tuple[int, int, int, Need] | None = None
     """The need that was computed last, and for what."""
 
@@ -84,7 +95,9 @@ class BookingModel:
         self._grown = lru_cache(CACHED_SIZES)(self._bound)
         geometry, page_bytes = self.model.plan.geometry, self.model.plan.page_bytes
         classes = max(1, len(self.model.plan.classes))
-        self._step_bytes = classes * geometry.head_rows * page_bytes
+        self.row_bytes = geometry.head_rows * page_bytes
+        """One page of each head row."""
+        self._step_bytes = classes * self.row_bytes
 
     def _bound(self, tokens: int) -> int:
         """The most bytes that ``tokens`` tokens take in the decode stage."""
@@ -122,13 +135,45 @@ class BookingModel:
             return booking.bound.grown
         bound = self._grown(ahead) - shared
         mean, deviation = self.ratios.at(booking.profile, ahead)
-        forecast = int(min(1.0, mean + DEVIATIONS * deviation) * bound)
+        forecast = int(min(1.0, mean + DEVIATIONS * deviation) * bound) - booking.lowered
         least = booking.held + max(self._step_bytes, booking.lacks)
         return min(booking.bound.grown, max(least, forecast))
+
+    def lowest(self, low: PageLayout, booking: Booking, shared: int) -> int:
+        """About the bytes of a request whose cold tokens are all in pages of ``low``.
+
+        Tokens of whole blocks of a prompt stay as the prefix cache stores them.
+        """
+        plan, prompt = self.model.plan, booking.prompt_tokens
+        tokens = max(booking.tokens, prompt)
+        coded, fixed = plan.leaving_tokens(tokens), len(plan.fixed_span(prompt, prompt))
+        pages = low.pages(coded - fixed) + (0 if shared else plan.high.pages(fixed))
+        rows = plan.geometry.head_rows
+        return plan.stored_bytes(rows * plan.recent.pages(tokens - coded), rows * pages)
+
+    def lowered_bound(self, low: PageLayout, booking: Booking, shared: int) -> int:
+        """The most bytes of a request that its worker lowers whenever it needs pages.
+
+        In each head row all encoded tokens are low, but those of a page that is not full, of the
+        high window, and of whole blocks of the prompt. Three pages more let a step take a page of
+        each class and let a lowering begin.
+        """
+        plan, tokens = self.model.plan, booking.most_tokens
+        fixed = len(plan.fixed_span(booking.prompt_tokens, booking.prompt_tokens))
+        coded = max(0, tokens - plan.sink_tokens - plan.policy.window_tokens - fixed)
+        young = max(0, plan.policy.high_window_tokens - plan.policy.window_tokens)
+        pages = low.pages(coded) + 1 + young + 3 + (0 if shared else plan.high.pages(fixed))
+        rows = plan.geometry.head_rows
+        return plan.stored_bytes(rows * plan.recent_pages(tokens), rows * pages)
+
+    def growth(self, booking: Booking) -> int:
+        """The most bytes that a running request can add to those that it holds."""
+        return self.model.estimate(booking.tokens, booking.most_tokens - booking.tokens).growth
 
     def need(self, booking: Booking, booked: int) -> Need:
         """The bytes that will be booked for a request, over the tokens of the horizon.
 
+        As if it had not been lowered: what that has freed serves those that run, not new ones.
         ``booked``: bytes that it will have in the decode stage at first.
         """
         tokens = max(booking.tokens, booking.prompt_tokens)
@@ -164,7 +209,7 @@ class BookingModel:
             self.lengths.note_written(booking.tenant, booking.tokens - start, tokens - start)
         booking.tokens, booking.held = max(booking.tokens, tokens), held
         bound = self._grown(tokens)
-        self.ratios.note(booking.profile, tokens, held + shared, bound)
+        self.ratios.note(booking.profile, tokens, held + shared + booking.lowered, bound)
 
     def note_end(self, booking: Booking, output_tokens: int, limit: int) -> None:
         """A request finished; at its ``limit`` nothing says how long its answer would be."""

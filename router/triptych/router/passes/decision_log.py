@@ -59,6 +59,11 @@ class DecisionLog:
         seen = self.looked_at("decode" if step == "resume" else step)
         self._note(entry, step, reason, to, seen, now)
 
+    def lowered(self, entry: Entry, reason: str, now: float) -> None:
+        """High tokens of a running request were stored as low ones."""
+        self._note(entry, "lower", reason, entry.worker, (), now)
+        self.cluster.requests.history.reported(entry.id, entry.transfer.report)
+
     def refused(self, request: Request, error: TriptychError, now: float) -> None:
         """A request was refused."""
         history, code = self.cluster.requests.history, error.code or "unknown"
@@ -70,7 +75,7 @@ class DecisionLog:
     def _note(
         self,
         entry: Entry,
-        step: Step | Literal["resume"],
+        step: Step | Literal["resume", "lower"],
         reason: str,
         to: str,
         seen: tuple[Alternative, ...],

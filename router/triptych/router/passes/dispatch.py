@@ -197,7 +197,10 @@ class Dispatch:
         entry.transfer.source_worker, entry.worker, entry.stage = entry.worker, address, "compress"
         entry.placement.encoder = ""
         item = CompressItem(
-            request=entry.id, handle=entry.transfer.handle, prefix=self._prefix(entry)
+            request=entry.id,
+            handle=entry.transfer.handle,
+            prefix=self._prefix(entry),
+            floor=entry.request.floor,
         )
         self.cluster.outbox.compress(address, item)
         self.cluster.requests.move(entry, State.COMPRESSING, now)

@@ -5,20 +5,38 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from triptych.core.errors import StageLost
-from triptych.core.messages import Evict, Evicted, PageLimit, PagesWanted, Preempt, Request
+from triptych.core.messages import (
+    Evict,
+    Evicted,
+    Lowered,
+    PageLimit,
+    PagesWanted,
+    Preempt,
+    Request,
+)
 from triptych.router.models.booking import Booking, BookingModel
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.models.overcommit import Need, Overcommit
 from triptych.router.passes.cache_borrowing import CacheBorrowing
 from triptych.router.passes.completion import RequestCompletion
+from triptych.router.passes.lowering import MemoryLowering
 from triptych.router.passes.migration import can_move
 from triptych.router.snapshot import HeldBy
 from triptych.router.state.byte_ledger import Lines, lines_after_encoding
 from triptych.router.state.cluster_state import ClusterState
-from triptych.router.state.request_table import Entry, Placement, State, Transfer
+from triptych.router.state.request_table import (
+    BEFORE_DECODING,
+    Entry,
+    Placement,
+    State,
+    Transfer,
+)
 
 LOOK_AGAIN_S = 0.02
 """Seconds after which requests to preempt are looked for again, if too few were found."""
+ENCODING_S = 5.0
+"""Seconds for which a request that asks waits for the raw pages of prompts that will be encoded,
+before others are preempted. Meanwhile no prompt starts, so their number only falls."""
 EXHAUSTED_AGAIN_S = 0.25
 """Seconds after which a worker tries again to get pages that its pool did not have."""
 
@@ -33,9 +51,11 @@ class Growth:
     order of arrival:
 
     1. Cached prefixes are lent (``CacheBorrowing``).
-    2. The youngest request behind the one that asks is preempted and waits with its pages, if what
+    2. High tokens of running requests are stored as low ones (``MemoryLowering``).
+    3. Raw pages of prompts that have started are awaited for ``ENCODING_S``.
+    4. The youngest request behind the one that asks is preempted and waits with its pages, if what
        it has booked beyond them is enough and no other one waits so.
-    3. Else the youngest ones are evicted, those that wait with their pages first: their pages are
+    5. Else the youngest ones are evicted, those that wait with their pages first: their pages are
        freed, and they are computed again later.
 
     The first request can always finish. Every other one is evicted for it, or has its whole bound
@@ -46,6 +66,7 @@ class Growth:
     cluster: ClusterState
     completion: RequestCompletion
     borrowing: CacheBorrowing
+    lowering: MemoryLowering
     bookings: BookingModel
     overcommit: Overcommit
     is_on: bool
@@ -58,6 +79,8 @@ class Growth:
     """Requests for which the pool had no pages, and when their workers are to try again."""
     _short: set[str] = field(default_factory=set[str])
     """Arenas where a request asks in vain."""
+    _short_since: dict[str, float] = field(default_factory=dict[str, float])
+    """Since when a request asks in vain, by arena."""
     _coming: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
     """Bytes that requests which are being preempted will free, and their arena."""
     _looked: dict[str, float] = field(default_factory=dict[str, float])
@@ -79,12 +102,18 @@ class Growth:
             prompt_tokens=known,
             most_tokens=known + left,
             tenant=request.tenant,
-            profile=self.bookings.model.plan.policy.name,
+            profile=self._profile(request),
             written=len(request.output_tokens),
             is_fixed=is_fixed,
             is_whole=is_fixed,
             may_evict=may_evict,
+            may_lower=request.floor == "low" and not is_fixed,
         )
+
+    def _profile(self, request: Request) -> str:
+        """What requests have in common whose pages are taken to be alike."""
+        policy = self.bookings.model.plan.policy.name
+        return policy if request.floor == "low" else f"{policy}, floor {request.floor}"
 
     def first_tokens(self, booking: Booking) -> int:
         """Output tokens to book when a request starts."""
@@ -141,10 +170,16 @@ class Growth:
 
     def limit(self, entry: Entry, address: str) -> None:
         """Tell a decode worker how many pages a request may hold, before it gets the request."""
+        self.lowering.forget(entry)
+        self._send_limit(entry, address)
+
+    def _send_limit(self, entry: Entry, address: str) -> None:
         booking = entry.booking
-        if booking is not None and not booking.is_whole:
+        if booking is not None and (booking.lowers or not booking.is_whole):
             pages = self._final_bytes(entry) // self.bookings.model.plan.page_bytes
-            limit = PageLimit(request=entry.id, pages=pages, tokens=booking.limit_tokens)
+            lowers = booking.lowers and booking.is_whole
+            tokens = 0 if lowers else booking.limit_tokens
+            limit = PageLimit(request=entry.id, pages=pages, tokens=tokens, lowers=lowers)
             self.cluster.outbox.post(address, limit)
 
     # ---------------------------------------------------------------- growth
@@ -164,6 +199,8 @@ class Growth:
             self._preempt_for(entry, message.wanted * page_bytes, now, keeps_pages=False)
             return
         booking = entry.booking
+        if booking is not None and booking.lowers and booking.is_whole and message.wanted:
+            self.lowering.bound_by_high_pages(entry, message.tokens, held)
         if booking is None or booking.is_whole:
             self.limit_again(entry)
             return
@@ -178,9 +215,17 @@ class Growth:
         self.short_bytes = 0
         self._short.clear()
         self._try_again(now)
+        self._serve(now)
+        self._short_since = {arena: self._short_since.get(arena, now) for arena in self._short}
+
+    def _serve(self, now: float) -> None:
+        """Book for the requests that ask, in order of arrival, up to the first in vain."""
         for entry in sorted(self._asking.values(), key=_age):
             arena = entry.placement.final_arena
             if entry.state is not State.DECODING or entry.is_preempt_sent or arena in self._short:
+                continue
+            if self.lowering.is_pending(entry):
+                self._short.add(arena)
                 continue
             if short := self._extend(entry):
                 self._short.add(arena)
@@ -195,7 +240,7 @@ class Growth:
                 del self._exhausted[name]
             if entry is not None and entry.state is State.DECODING:
                 self._short.add(entry.placement.final_arena)
-                if due <= now:
+                if due <= now and not self.lowering.is_pending(entry):
                     self.limit_again(entry)
 
     def relieve(self, blocked_reason: HeldBy, now: float) -> None:
@@ -213,16 +258,17 @@ class Growth:
     def limit_again(self, entry: Entry) -> None:
         """Tell the worker of a running request its limit."""
         booking = entry.booking
-        if booking is None or booking.is_whole:
+        if booking is None or (booking.is_whole and not booking.lowers):
             self.cluster.outbox.post(entry.worker, PageLimit(request=entry.id, pages=0))
         else:
-            self.limit(entry, entry.worker)
+            self._send_limit(entry, entry.worker)
 
     def _extend(self, entry: Entry) -> int:
         """Book more for a request; returns the bytes that are missing, 0 if it was booked."""
         booking = entry.booking
         assert booking is not None
         ledger = self.cluster.ledger
+        self.lowering.bound_by_low_pages(entry)
         grown = max(entry.sizes.grown, self.bookings.grown(booking, self._shared(entry)))
         lines = self._lines(entry, replace(entry.sizes, grown=grown))
         if not ledger.book(entry.id, lines):
@@ -230,6 +276,7 @@ class Growth:
             short = lines[arena] - ledger.booked_in(entry.id, arena) - ledger.free(arena)
             return max(1, short)
         self._resize(entry, grown)
+        ledger.bind(entry.id, max(grown, booking.bound.grown))
         del self._asking[entry.id]
         booking.asks, booking.lacks = False, 0
         self.cluster.counters["growth:booked"] += 1
@@ -248,10 +295,24 @@ class Growth:
     # ---------------------------------------------------------------- shortage
 
     def _make_room(self, entry: Entry, short: int, now: float) -> None:
-        """Have prefixes lent, or requests younger than ``entry`` preempted, for ``short`` bytes."""
+        """Have prefixes lent, requests lowered, or ones younger than ``entry`` preempted."""
         self.short_bytes = max(self.short_bytes, short)
-        if not self.borrowing.may_lend(short, now):
+        if self.borrowing.may_lend(short, now):
+            return
+        arena = entry.placement.final_arena
+        left = short - self._coming_to(arena)
+        if left <= 0 or self.lowering.make_room(arena, left, now):
+            return
+        is_late = now - self._short_since.get(arena, now) > ENCODING_S
+        if is_late or left > self._encoding_frees(arena):
             self._preempt_for(entry, short, now)
+
+    def lowered(self, message: Lowered, sender: str, now: float) -> None:
+        """A worker has lowered a request, or could not: tell it the limit that is booked now."""
+        entry = self.lowering.lowered(message, sender, now)
+        if entry is not None and message.freed:
+            self.limit_again(entry)
+            self._count(entry)
 
     def _preempt_for(
         self, entry: Entry, short: int, now: float, *, keeps_pages: bool = True
@@ -260,14 +321,11 @@ class Growth:
 
         ``keeps_pages``: whether memory that is booked and not held helps.
         """
-        arena, ledger = entry.placement.final_arena, self.cluster.ledger
+        arena = entry.placement.final_arena
         if now - self._looked.get(arena, -inf) < LOOK_AGAIN_S:
             return
         self._looked[arena] = now
-        self._coming = {name: due for name, due in self._coming.items() if self._is_coming(name)}
-        short -= sum(count for where, count in self._coming.values() if where == arena)
-        leaving = self.cluster.requests.in_state(State.LEAVING)
-        short -= sum(ledger.booked_in(one.id, arena) for one in leaving)
+        short -= self._coming_to(arena)
         if short > 0:
             self._preempt_youngest(self._victims(entry), short, now, keeps_pages=keeps_pages)
 
@@ -301,6 +359,7 @@ class Growth:
             if one.placement.final_arena == arena
             and one.placement.work_arena == arena
             and not one.is_preempt_sent
+            and not self.lowering.is_pending(one)
             and can_move(one)
             and self.can_evict(one)
         ]
@@ -311,6 +370,23 @@ class Growth:
         ]
         younger = [one for one in found if _age(one) > _age(entry)]
         return sorted(younger, key=_age, reverse=True)
+
+    def _coming_to(self, arena: str) -> int:
+        """Bytes of an arena that requests which leave or are preempted will free."""
+        self._coming = {name: due for name, due in self._coming.items() if self._is_coming(name)}
+        preempted = sum(count for where, count in self._coming.values() if where == arena)
+        leaving = self.cluster.requests.in_state(State.LEAVING)
+        return preempted + sum(self.cluster.ledger.booked_in(one.id, arena) for one in leaving)
+
+    def _encoding_frees(self, arena: str) -> int:
+        """Bytes of an arena that prompts which have started will free once they are encoded."""
+        ledger, requests = self.cluster.ledger, self.cluster.requests
+        started = (one for state in BEFORE_DECODING for one in requests.in_state(state))
+        return sum(
+            max(0, ledger.booked_in(one.id, arena) - one.sizes.grown)
+            for one in started
+            if one.placement.work_arena == one.placement.final_arena == arena
+        )
 
     def _is_coming(self, name: str) -> bool:
         """Whether a request is still being preempted."""
@@ -421,6 +497,7 @@ class Growth:
             self.overcommit.put(entry.id, entry.placement.final_arena, self._need(entry))
 
     def _forget(self, entry: Entry) -> None:
+        self.lowering.forget(entry)
         self._asking.pop(entry.id, None)
         self._exhausted.pop(entry.id, None)
         self._coming.pop(entry.id, None)

@@ -35,7 +35,7 @@ class Alternative:
 class Decision:
     """One decision about one request, with its inputs."""
 
-    step: Literal["refuse", "prefill", "compress", "decode", "resume"]
+    step: Literal["refuse", "prefill", "compress", "decode", "resume", "lower"]
     at: float
     reason: str
     chosen: str = ""
@@ -182,6 +182,12 @@ class History:
         record = self._records.get(request)
         if record is not None and len(record.steps) < MAX_STEPS:
             record.steps.append((state, now))
+            record.report = report
+
+    def reported(self, request: str, report: CompressionReport | None) -> None:
+        """Record another compression report of a running request."""
+        record = self._records.get(request)
+        if record is not None:
             record.report = report
 
     def decided(self, request: str, decision: Decision) -> None:

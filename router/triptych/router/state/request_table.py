@@ -45,6 +45,13 @@ class State(StrEnum):
     """Ended for the client, but a worker may still hold pages of it."""
 
 
+BEFORE_DECODING = (
+    State.PREFILLING,
+    State.PREFILLED,
+    State.COMPRESSING,
+    State.PLANNED,
+    State.ENCODING,
+)
 AFTER_ENCODING = (State.COMPRESSED, State.DECODING, State.ORPHANED, State.EVICTING)
 
 
@@ -142,6 +149,9 @@ class Entry:
     """Whether its decode worker was sent ``Preempt`` and has not answered."""
     is_preempted: bool = False
     """Whether it was preempted, or is about to be, for a more urgent request."""
+    was_lowered: bool = False
+    """Whether high tokens of it became low because memory was short, now or in an attempt before
+    it was evicted."""
     kept_bytes: int = 0
     """Bytes of pages that it keeps while it is preempted."""
     owed: dict[str, float] = field(default_factory=dict[str, float])

@@ -197,6 +197,7 @@ def test_a_key_can_be_taken_away_and_given_while_the_server_runs(ring) -> None:
         ("- {name: a, sha256: secret}", "64 hexadecimal digits"),
         ("- {name: '', sha256: DIGEST}", "1 to 64 characters"),
         ("- {name: a, sha256: DIGEST, limit: 3}", "limit"),
+        ("- {name: a, sha256: DIGEST, floor: middle}", "floor"),
         ("- {name: a, sha256: DIGEST, requests_per_minute: -1}", "0 or more"),
         ("- {name: a, sha256: DIGEST, requests_per_minute: many}", "expected int"),
         ("- &a {name: a, sha256: DIGEST}\n- *a", "twice"),

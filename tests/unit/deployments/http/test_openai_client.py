@@ -36,6 +36,8 @@ def test_chat_answers_whole_and_says_what_compression_did(client, engine):
         "ratio": 3.0,
         "raw_bytes": 3000,
         "stored_bytes": 1000,
+        "floor": "low",
+        "lowered_tokens": 0,
     }
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.core.messages import CompressionReport, Request, Sampling, TokenLogprob, Tokens
+from triptych.core.profile import Fidelity
 from triptych.deployments.http.json_frames import dump_json
 from triptych.deployments.http.openai.chat_logprobs import ChatLogprobs
 from triptych.deployments.http.openai.request_builder import Job
@@ -193,6 +194,8 @@ def test_compression_is_summed_over_choices():
             "ratio": 3.0,
             "raw_bytes": 150,
             "stored_bytes": 50,
+            "floor": "low",
+            "lowered_tokens": 0,
         },
     }
     assert "compression" not in usage(7, choices[1:2])
@@ -207,5 +210,24 @@ def test_what_is_shared_stands_beside_what_is_stored():
         "ratio": 3.0,
         "raw_bytes": 300,
         "stored_bytes": 30,
+        "floor": "low",
+        "lowered_tokens": 0,
         "shared_bytes": 70,
     }
+
+
+def test_lowered_tokens_are_reported_and_the_measured_error_is_not_theirs():
+    """A choice that is computed again has been lowered as well."""
+    report = CompressionReport(policy="p", raw_bytes=300, stored_bytes=30)
+    choice = Choice(index=0, ids=[1], floor="low")
+    measured = Fidelity(
+        context=8, bytes_ratio=0.3, kl=0.5, top1_agreement=0.9, perplexity_ratio=1.0
+    )
+    for one in (report, replace(report, lowered_tokens=96), report):
+        tokens = Tokens(request="r", index=0, tokens=(1,), text="", compression=one)
+        before = usage(7, [choice], fidelity=measured).get("compression", {})
+        choice.add(tokens)
+    assert before["lowered_tokens"] == 96
+    told = usage(7, [choice], fidelity=measured)["compression"]
+    assert (told["floor"], told["lowered_tokens"]) == ("low", 96)
+    assert "estimated_error" not in told

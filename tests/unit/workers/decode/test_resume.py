@@ -157,7 +157,7 @@ class Stages:
         """Read and compress a prompt, as the router would have it done."""
         prefill, compress = self.engines["prefill"], self.engines["compress"]
         read = self._until(prefill, Prefill(requests=(request,)), Prefilled)
-        item = CompressItem(request=request.id, handle=read.handle)
+        item = CompressItem(request=request.id, handle=read.handle, floor=request.floor)
         self._until(compress, Compress(items=(item,)), Planned)
         arena = self.pool.arena.id
         done = self._until(compress, Encode(requests=(request.id,), arena=arena), Compressed)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.workers.decode.test_lowering import long_request, lower, started
 from tests.unit.workers.decode.test_resume import (
     DECODE,
     RETIREMENT,
@@ -17,6 +18,7 @@ from tests.unit.workers.decode.test_resume import (
     die_and_go_on,
     lines_of_a_run,
     requests,
+    run,
     uninterrupted,
 )
 from triptych.kernels.pages import segments
@@ -49,6 +51,21 @@ def test_the_next_worker_says_the_same_wherever_the_first_one_died(
     for files in (DECODE, RETIREMENT):
         total = lines_of_a_run(stages, files)
         die_and_go_on(stages, whole, luck.randrange(total), files)
+
+
+def test_lowered_pages_are_in_the_arena_too(tiny_model: Path, quick_device: Device) -> None:
+    """The worker that lowered them dies; the next one reads them there."""
+    stages = Stages.of(tiny_model, "kept", device=quick_device)
+    whole, client = Client(), Client()
+    _, engine = started(stages, whole)
+    assert lower(engine).freed
+    run(engine, whole)
+    name, engine = started(stages, client)
+    assert lower(engine).freed
+    _, takeover = stages.decoder()
+    client.hear(takeover.accept(stages.resume(long_request(), name)) or ())
+    run(takeover, client)
+    assert client.answer("r0") == whole.answer("r0")
 
 
 def begun(stages: Stages, steps: int) -> tuple[str, DecodeEngine]:

@@ -57,7 +57,8 @@ class Slots:
         self.seen.setdefault(slot, 0)
         at = np.array([slot], np.int32)
         if self.window.is_full(int(at[0])):
-            retirement = self.window.prepare(at, [self.seen[slot]])
+            alphas = self.window.plan.policy.answer_alphas
+            retirement = self.window.prepare(at, [self.seen[slot]], alphas)
             self._grow(self.checkpoint.class_table, at, retirement.plan.counts)
             self.unused[slot] += self.window.apply(retirement)[0].tolist()
         if self.recent.length(slot) % self.recent.layout.tokens == 0:

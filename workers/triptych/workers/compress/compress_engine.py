@@ -208,12 +208,12 @@ class CompressEngine:
         if job is None:
             self._unannounced.append(message)
             return []
-        job.tokens = message.handle.tokens
+        job.tokens, job.floor = message.handle.tokens, message.floor
         try:
             if job.rows != message.first * self.plan.geometry.kv_heads:
                 raise MessageError(f"layers from {message.first} on behind {job.rows} head rows")
             group = self._attach(message.handle, rows_of(message.handle))
-            group.classes = self._classes(group, job.tokens)
+            group.classes = self._classes(group, job)
         except TriptychError as error:
             return [self._fail(name, error)]
         job.groups.append(group)
@@ -228,7 +228,7 @@ class CompressEngine:
             self._deferred[item.request] = item
             return []
         job = self._open.setdefault(item.request, Job(item.request))
-        job.tokens = item.handle.tokens
+        job.tokens, job.floor = item.handle.tokens, item.floor
         try:
             self._plan(job, item, every - job.rows)
         except TriptychError as error:
@@ -257,7 +257,7 @@ class CompressEngine:
         if job.shared is None and not rounded:
             fixed = NONE
         if self.plan.compresses:
-            group.classes = self._classes(group, job.tokens, fixed, rounded)
+            group.classes = self._classes(group, job, fixed, rounded)
             if fixed and job.shared is None:
                 group.classes.append(self._fixed_class(rows, fixed))
 
@@ -286,9 +286,11 @@ class CompressEngine:
         return ClassPlan(self.plan.recent, there.put(kept), places, counts)
 
     def _classes(
-        self, group: LayerGroup, tokens: int, fixed: range = NONE, rounded: int = 0
+        self, group: LayerGroup, job: Job, fixed: range = NONE, rounded: int = 0
     ) -> list[ClassPlan]:
         """Recent pages, and the classes of the leaving tokens, without those in fixed pages.
+
+        All of them are high if the request's floor is.
 
         ``rounded``: first tokens, which are high whatever attention they receive, and on which no
         threshold depends: another prompt may have computed them.
@@ -296,12 +298,12 @@ class CompressEngine:
         Counts are exact. The significance of shared tokens is computed too, if thresholds depend
         on it.
         """
-        policy, raw = self.plan.policy, group.raw
+        policy, raw, tokens = self.plan.policy, group.raw, job.tokens
         rows, there = len(raw), self.device.name
         first, end = group.leaving.start, group.leaving.stop
         every = np.arange(first, end, dtype=np.int32)
         own = every[(every < fixed.start) | (every >= fixed.stop)]
-        if policy.needs_significance and first < end:
+        if policy.needs_significance and first < end and job.floor == "low":
             significance = self._significance(raw, tokens)
             judged = slice(max(0, first - rounded), max(0, end - rounded))
             high, low = self._limits(significance[:, rounded:], judged, tokens)

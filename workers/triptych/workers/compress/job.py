@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triptych.core.handles import LeaseRef
 from triptych.core.layout import PageLayout
-from triptych.core.messages import Layers, LayersEncoded, Send
+from triptych.core.messages import Floor, Layers, LayersEncoded, Send
 from triptych.workers.kv.block_table import SectionTable
 from triptych.workers.kv.handle_codec import Run, pages_of, pool_pages, small_pages
 from triptych.workers.kv.prefix_cache import SharedPrefix
@@ -90,6 +90,7 @@ class Job:
     request: str
     tokens: int = 0
     """Tokens of the sequence; 0 before its first layers arrive."""
+    floor: Floor = "low"
     groups: list[LayerGroup] = field(default_factory=list[LayerGroup])
     """From the first layer on. All but the last are encoded when they arrive."""
     shared: SharedPrefix | None = None

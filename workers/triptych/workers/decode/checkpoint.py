@@ -7,8 +7,8 @@ rest of a decode worker's state: page tables, token counts, output tokens, and t
 is under way. Attention reads these same tables, so nothing is written twice.
 
 A worker can be killed between any two stores. One store of a small integer commits its work:
-``num_output_tokens`` commits a step, ``phase`` a part of a retirement. Everything before that store
-can be repeated with the same result.
+``num_output_tokens`` commits a step, ``phase`` a part of a retirement or a lowering. Everything
+before that store can be repeated with the same result.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ from triptych.workers.kv.handle_codec import Run, pool_pages, small_pages
 
 Ids = NDArray[np.int32]
 
-VERSION = 8
+VERSION = 9
 ID_BYTES = 128
 """Longest request id in a checkpoint; a request with a longer id restarts if its worker dies."""
 MAX_PLUGIN_MEMORY = 16
@@ -73,6 +73,22 @@ class Retirements:
     """The same after the retirement under way."""
 
 
+LOWERED = 4
+"""Phase of a slot whose tables after a lowering are complete and not yet in place."""
+
+
+@dataclass(eq=False)
+class LoweredTables:
+    """Tables of each slot after the lowering under way (``Lowering``)."""
+
+    entries_after: Ids
+    """Entries of the class table."""
+    tokens_after: Ids
+    """Its token counts."""
+    lowered_after: Ids
+    """``Checkpoint.lowered``, by slot."""
+
+
 @dataclass(eq=False)
 class Checkpoint:
     """The checkpoint of one decode worker. Arrays are indexed by slot."""
@@ -112,6 +128,11 @@ class Checkpoint:
         self.scored: NDArray[np.int64] = arrays["scored"]
         """Layers whose scores are added, counted over all positions."""
         self.retirements = Retirements(*(arrays[name] for name in Retirements.__dataclass_fields__))
+        self.lowered: Ids = arrays["lowered"]
+        """High tokens of all head rows that became low because memory was short, by slot."""
+        self.lowered_tables = LoweredTables(
+            *(arrays[name] for name in LoweredTables.__dataclass_fields__)
+        )
         self.recent_table = PageTable(
             [self.plan.recent], arrays["recent_entries"], arrays["recent_tokens"]
         )
@@ -166,12 +187,13 @@ class Checkpoint:
         stored_tokens: int,
         memory: Sequence[float] = (),
         logprobs: Sequence[TokenLogprob] = (),
+        lowered_tokens: int = 0,
     ) -> None:
         """Record a request whose tables are filled.
 
         ``stored_tokens`` counts the whole sequence without the last output token. ``memory``:
         state of the step plug-ins; empty for a new request. ``logprobs``: those of the newest
-        output tokens.
+        output tokens. ``lowered_tokens``: as in ``CompressionReport``.
         """
         self.num_output_tokens[slot] = len(output_tokens)
         self.plugin_memory[slot] = 0.0
@@ -182,6 +204,7 @@ class Checkpoint:
         self.token_ids[slot, : len(output_tokens)] = output_tokens
         self.num_prior_tokens[slot] = stored_tokens + 1 - len(output_tokens)
         self.scored[slot] = self.retirements.phase[slot] = 0
+        self.lowered[slot] = lowered_tokens * self.plan.geometry.head_rows
         self.retirements.retired[slot] = stored_tokens - int(self.tables[0].tokens[0, slot, 0])
         self.enter(slot, request, lease)
 
@@ -217,6 +240,26 @@ class Checkpoint:
         self.token_ids[slot, count] = token
         self.num_output_tokens[slot] = count + 1
 
+    def lower(self, slot: int, entries: Ids, tokens: Ids, count: int) -> None:
+        """Replace the class table of a slot after a lowering of ``count`` tokens.
+
+        ``entries``, ``tokens``: as ``PageTable.of_slot`` returns them. The phase commits it: before
+        that store nothing has changed, and after it a takeover worker completes it (``resume``).
+        """
+        after = self.lowered_tables
+        after.entries_after[:, slot], after.tokens_after[:, :, slot] = entries, tokens
+        after.lowered_after[slot] = self.lowered[slot] + count
+        self.retirements.phase[slot] = LOWERED
+        self.complete_lowering(slot)
+
+    def complete_lowering(self, slot: int) -> None:
+        """Put the tables after a lowering in place."""
+        after = self.lowered_tables
+        self.class_table.entries[:, slot] = after.entries_after[:, slot]
+        self.class_table.tokens[:, :, slot] = after.tokens_after[:, :, slot]
+        self.lowered[slot] = after.lowered_after[slot]
+        self.retirements.phase[slot] = 0
+
     def mark_finished(self, slot: int) -> None:
         """Record that an output is complete and its pages are no longer needed.
 
@@ -237,6 +280,10 @@ class Checkpoint:
             self.request[slot] = b""
 
     # ---------------------------------------------------------------- reading
+
+    def lowered_tokens(self, slot: int) -> int:
+        """High tokens of a head row that became low because memory was short, rounded up."""
+        return -(-int(self.lowered[slot]) // self.plan.geometry.head_rows)
 
     def is_finished(self, slot: int) -> bool:
         """Whether the output of a slot's request is complete."""
@@ -305,7 +352,7 @@ class Checkpoint:
         sound = (
             1 <= count <= last
             and 0 <= int(self.num_prior_tokens[slot]) <= last
-            and 0 <= int(moving.phase[slot]) <= 3
+            and 0 <= int(moving.phase[slot]) <= LOWERED
             and 0 <= self.recent_tokens(slot) <= self.position(slot)
             and all(
                 counts.min() >= 0 and table.layout.pages(int(counts.max())) <= table.width
@@ -319,28 +366,32 @@ class Checkpoint:
     def recent_tokens(self, slot: int) -> int:
         """Tokens in the recent pages of each row, after the retirement under way."""
         moving = self.retirements
-        retired = moving.retired_after if moving.phase[slot] else moving.retired
+        retired = moving.retired_after if self._is_retiring(slot) else moving.retired
         return self.position(slot) - int(retired[slot])
 
     def counts(self, slot: int) -> list[Ids]:
-        """Tokens of each row by section, [layers, kv_heads], after the retirement under way."""
+        """Tokens of each row by section, [layers, kv_heads], after the retirement or the lowering
+        under way."""
         recent = np.full_like(self.tables[0].tokens[:, slot], self.recent_tokens(slot))
         counts = [recent, *(table.tokens[:, slot] for table in self.sections[1:])]
-        if self.retirements.phase[slot]:
+        if self._is_retiring(slot):
             then = Retirement(self.retirements.plan[:, slot]).counts
             counts[1 : len(self.tables)] = (then[..., i] for i in range(len(self.tables) - 1))
+        elif self._is_lowering(slot):
+            counts[1 : len(self.tables)] = self.lowered_tables.tokens_after[:, :, slot]
         return counts
 
     def pages(self, slot: int) -> Ids:
-        """All pages of the pool in use by a slot's request, those of the retirement under way
-        and of a step that was cut short included; fixed pages last."""
-        recent = self.tables[0].pages[:, slot]
-        if self.retirements.phase[slot]:
-            recent = self.retirements.recent_pages[:, slot]
-        tables = [recent, *(table.pages[:, slot] for table in self.sections[1:])]
+        """All pages of the pool in use by a slot's request, those of the retirement or lowering
+        under way and of a step that was cut short included; fixed pages last."""
+        tables = [table.pages[:, slot] for table in self.sections]
         held = self.counts(slot)
-        if self.retirements.phase[slot]:
+        if self._is_retiring(slot):
+            tables[0] = self.retirements.recent_pages[:, slot]
             held[0] = held[0] + np.int32(self.plan.retire_tokens)
+        elif self._is_lowering(slot):
+            after = self.lowered_tables.entries_after[:, slot]
+            tables[1 : len(self.tables)] = after, after[..., ::-1]
         used = [
             table[_first(table, -(-tokens // np.int32(section.layout.tokens)))]
             for table, tokens, section in zip(tables, held, self.sections, strict=True)
@@ -364,6 +415,12 @@ class Checkpoint:
         """Layout, tokens and pages of the cached prefix that a slot's request shares, if any."""
         run = None if self.fixed is None else self.fixed.run(slot)
         return run if run and run[2].size else None
+
+    def _is_retiring(self, slot: int) -> bool:
+        return 0 < int(self.retirements.phase[slot]) < LOWERED
+
+    def _is_lowering(self, slot: int) -> bool:
+        return int(self.retirements.phase[slot]) == LOWERED
 
     def is_mid_step(self, slot: int) -> bool:
         """Whether the next step of a slot has added scores already and was cut short."""
@@ -393,6 +450,7 @@ class Checkpoint:
         self.plugin_memory[slot], self.ended_by[slot] = other.plugin_memory[at], other.ended_by[at]
         self.logprob_ids[slot], self.logprobs[slot] = other.logprob_ids[at], other.logprobs[at]
         self.logprob_counts[slot] = other.logprob_counts[at]
+        self.lowered[slot] = other.lowered[at]
         self.retirements.phase[slot] = 0
         self.retirements.retired[slot] = other.retirements.retired[at]
 
@@ -433,6 +491,10 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "plan": ("<i4", moving),
         "retired": ("<i4", each),
         "retired_after": ("<i4", each),
+        "lowered": ("<i4", each),
+        "entries_after": ("<i4", entries if plan.low is not None else (*rows, 0)),
+        "tokens_after": ("<i4", (len(plan.classes), *rows)),
+        "lowered_after": ("<i4", each),
         **shared,
     }
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from triptych.core.messages import (
     Evict,
     Evicted,
     Join,
+    Lower,
+    Lowered,
     Message,
     PageLimit,
     Preempt,
@@ -37,6 +39,7 @@ from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.deadlines import DecodeDeadlines
 from triptych.workers.decode.decode_attention import NewTokens, PageAttention, TokenScores
 from triptych.workers.decode.handover import Admission, RequestHandover
+from triptych.workers.decode.lowering import Lowering
 from triptych.workers.decode.output_cache import KeepAnswers, OutputCache
 from triptych.workers.decode.page_growth import PageGrowth
 from triptych.workers.decode.page_selection import Selector
@@ -110,6 +113,10 @@ class DecodeEngine:
         self._growth = PageGrowth(
             self.pool, self._checkpoint, self._sections, window, self._selector
         )
+        low = self.plan.low
+        self._lowering = (
+            Lowering(self._memory, self._checkpoint, self._sections, low) if low else None
+        )
         self._prefetcher = Prefetcher.of(arena, self._sections.tables)
         self._scores = TokenScores(
             self._memory,
@@ -162,6 +169,8 @@ class DecodeEngine:
             case PageLimit():
                 self._set_limit(message)
                 return []
+            case Lower():
+                return [self._lower(message)]
             case Evict():
                 return [self._evict(message)]
             case _:
@@ -252,6 +261,7 @@ class DecodeEngine:
         """Allocate pages for the next token of each request; pause those that get none."""
         sends = list[Send]()
         for one in self._running.values():
+            sends.extend(self._keep_within_limit(one))
             if not one.is_paused and one.spare_tokens <= 0:
                 sends.append(self._pause(one, PageLimitReached(0)))
         ready = {name: one for name, one in self._running.items() if not one.is_paused}
@@ -269,7 +279,7 @@ class DecodeEngine:
 
     def _is_near_limit(self, one: RunningRequest) -> bool:
         """Whether a request may reach its limit before the router answers the next time."""
-        if one.limit is None or one.has_asked:
+        if one.limit is None or one.limit.lowers or one.has_asked:
             return False
         return one.spare_pages < self._step_pages or one.spare_tokens <= EARLY_TOKENS
 
@@ -285,6 +295,55 @@ class DecodeEngine:
             one.is_paused = False
             tpot_s = one.output.request.slo.tpot_s
             self._deadlines.join(one.id, tpot_s, written=1, age_s=0.0, now=time.monotonic())
+
+    def _lower(self, message: Lower) -> Send:
+        """Store high tokens of a request as low ones, and lower its limit by the freed pages."""
+        one, lowered = self._running.get(message.request), None
+        if one is not None:
+            lowered = self._free_by_lowering(one, message.pages)
+            if lowered.freed and one.limit is not None:
+                one.limit = replace(one.limit, pages=one.limit.pages - lowered.freed)
+        lowered = lowered or Lowered(request=message.request)
+        return Send(ROUTER, replace(lowered, number=message.number))
+
+    def _keep_within_limit(self, one: RunningRequest) -> list[Send]:
+        """Lower a request before it needs pages beyond a limit at which it may not ask."""
+        rows = self.plan.geometry.head_rows  # so many pages let the next lowering begin
+        if one.limit is None or not one.limit.lowers or one.is_paused:
+            return []
+        lacking = self._step_pages + rows - one.spare_pages
+        if lacking <= 0:
+            return []
+        lowered = self._free_by_lowering(one, int(lacking))
+        return [Send(ROUTER, lowered)] if lowered.freed else []
+
+    def _free_by_lowering(self, one: RunningRequest, pages: int) -> Lowered:
+        """Lower high pages of a request, so that ``pages`` pages become free.
+
+        Not if its last step was cut short: what that step has done must stay where it is.
+        """
+        lowered, lowering = Lowered(request=one.id), self._lowering
+        if lowering is None or self._handover.is_mid_step(one):
+            return lowered
+        plan, before = lowering.prepare(one.slot, one.position, pages), one.num_pages
+        ids = self._growth.allocate_for(one, int(plan.new_pages.sum()))
+        left = lowering.apply(one.slot, plan, ids)
+        one.num_pages -= left.size
+        if not left.size:
+            return lowered
+        self._handover.renew_lease(one)
+        if self._selector is not None:
+            self._selector.leave(one.slot)
+            self._selector.join(one.slot, one.options.selection)
+        tokens = self._checkpoint.lowered_tokens(one.slot)
+        one.output.note_lowered(tokens)
+        return replace(
+            lowered,
+            freed=before - one.num_pages,
+            pages=one.num_pages,
+            tokens=one.position,
+            lowered_tokens=tokens,
+        )
 
     def _evict(self, message: Evict) -> Send:
         """Free all pages of a request, and tell the router its output tokens."""
@@ -324,8 +383,9 @@ class DecodeEngine:
     def _finish(self, one: RunningRequest) -> list[Send]:
         """Finish a request, now or after its output is published to the prefix cache."""
         self._checkpoint.mark_finished(one.slot)
-        # Tokens that exited early have other keys and values than the full model: do not publish.
-        is_exact = not one.options.exit_entropy
+        # Tokens that exited early, or were lowered, have other keys and values than those of other
+        # requests: do not publish them.
+        is_exact = not one.options.exit_entropy and not self._checkpoint.lowered[one.slot]
         if (
             is_exact
             and self._output_cache

@@ -20,8 +20,8 @@ from triptych.workers.decode.plugins.plugin import ALPHA_LOW, EXIT_DEPTH, EXIT_E
 from triptych.workers.decode.running_batch import RunningRequest, StepOptions
 from triptych.workers.decode.window import Window
 from triptych.workers.kv.block_table import Sections, SectionTable
-from triptych.workers.kv.device_pages import DevicePages
-from triptych.workers.kv.handle_codec import make_handle, pool_pages, unpack_run
+from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
+from triptych.workers.kv.handle_codec import Run, make_handle, pool_pages, unpack_run
 from triptych.workers.sampling.output import OutputFactory, OutputProcessor
 from triptych.workers.stage import finished
 
@@ -96,6 +96,7 @@ class RequestHandover:
             stored,
             message.memory,
             message.logprobs,
+            message.report.lowered_tokens,
         )
         resumed = [Send(ROUTER, Resumed(request=name))] if message.previous_worker else []
         own = int(ids.size) - lease_ref.shared
@@ -136,17 +137,8 @@ class RequestHandover:
         has the message, the takeover worker goes by the checkpoint. The caller frees the slot.
         """
         checkpoint = self._checkpoint
-        runs = [table.run(one.slot) for table in self._tables]
-        fixed = checkpoint.fixed_run(one.slot)
-        parts = [
-            (layout.format.name, pool_pages(pages, layout.parts))
-            for layout, _, pages in (runs if fixed is None else [*runs, fixed])
-        ]
-        held = np.concatenate([pages for _, pages in parts])
-        checkpoint.mark_preempted(one.slot)
-        owned = parts[: len(runs)] if one.lease_ref.shared else parts
-        about = About(formats=tuple((name, pages.size) for name, pages in owned))
-        (lease_ref,) = self._pool.handoff([(one.id, held)], [one.lease_ref.lease], about=[about])
+        runs, fixed = self._runs(one), checkpoint.fixed_run(one.slot)
+        lease_ref, held = self._hand_off(one, NO_PAGES)
         handle = make_handle(lease_ref, runs, one.position, fixed)
         tokens = tuple(checkpoint.output_tokens(one.slot))
         memory = tuple(checkpoint.plugin_memory_of(one.slot).tolist())
@@ -159,6 +151,41 @@ class RequestHandover:
             logprobs=checkpoint.newest_logprobs(one.slot),
         )
         return Send(ROUTER, preempted)
+
+    def renew_lease(self, one: RunningRequest) -> None:
+        """Put the pages that a request has under a new lease, and free its others.
+
+        If the worker dies meanwhile, the takeover worker goes by the checkpoint.
+        """
+        unused = pool_pages(one.unused_pages, self._plan.recent.parts)
+        lease_ref, held = self._hand_off(one, unused)
+        self._checkpoint.lease[one.slot] = lease_ref.lease
+        one.lease_ref = lease_ref
+        self._pool.free(np.setdiff1d(np.concatenate(one.allocated_pages), held))
+        one.allocated_pages = [NO_PAGES]
+
+    def _hand_off(self, one: RunningRequest, unused: Ids) -> tuple[LeaseRef, Ids]:
+        """Put the pages of a request under a new lease; returns it with their ids.
+
+        ``unused``: pages of the pool of which no row has any, and others.
+        """
+        runs, fixed = self._runs(one), self._checkpoint.fixed_run(one.slot)
+        parts = [
+            (layout.format.name, pool_pages(pages, layout.parts))
+            for layout, _, pages in (runs if fixed is None else [*runs, fixed])
+        ]
+        name, recent = parts[0]
+        parts[0] = name, np.union1d(recent, unused)
+        held = np.concatenate([pages for _, pages in parts])
+        self._checkpoint.mark_preempted(one.slot)
+        owned = parts[: len(runs)] if one.lease_ref.shared else parts
+        about = About(formats=tuple((name, pages.size) for name, pages in owned))
+        (lease_ref,) = self._pool.handoff([(one.id, held)], [one.lease_ref.lease], about=[about])
+        return lease_ref, held
+
+    def _runs(self, one: RunningRequest) -> list[Run]:
+        """Layout, tokens and pages of a request in each of its own tables."""
+        return [table.run(one.slot) for table in self._tables]
 
     def release_slot(self, slot: int) -> None:
         """Make a slot free for the next request."""
@@ -214,6 +241,7 @@ class RequestHandover:
         unused = left.unused_pages(at)
         slot = self._free_slots.popleft()
         checkpoint.copy_slot(left, at, slot)
+        output.note_lowered(checkpoint.lowered_tokens(slot))
         checkpoint.enter(slot, name, lease_ref.lease)
         own = int(held.size) - lease_ref.shared
         return self._admit(join, output, slot, lease_ref, options, [], own, unused)
@@ -229,10 +257,17 @@ class RequestHandover:
         return StepOptions(
             plugins,
             selection_for(self._selection, plugin_overrides),
-            alpha_low=set_to.get(ALPHA_LOW, 0.0),
+            alphas=self._alphas(request, set_to.get(ALPHA_LOW, 0.0)),
             exit_entropy=set_to.get(EXIT_ENTROPY, 0.0),
             exit_layers=max(1, round(set_to.get(EXIT_DEPTH, 1.0) * self._plan.geometry.layers)),
         )
+
+    def _alphas(self, request: Request, least_alpha_low: float) -> tuple[float, float]:
+        """Thresholds of the output tokens; ``least_alpha_low``: that of a step plug-in."""
+        if request.floor == "high":
+            return 0.0, 0.0
+        alpha_high, alpha_low = self._plan.policy.answer_alphas
+        return alpha_high, min(max(alpha_low, least_alpha_low), alpha_high)
 
     def _output(self, message: Join) -> OutputProcessor:
         output = self._outputs.start(message.request)

@@ -6,7 +6,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.core.errors import PageLimitReached, TriptychError
+from triptych.core.errors import PageLimitReached, PoolExhausted, TriptychError
 from triptych.kvpool import WorkerPool
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.page_selection import Selector
@@ -60,27 +60,35 @@ class PageGrowth:
         table = self._checkpoint.recent_table
         yield from self._grow(full, slots, table, table.tokens_plus_one(slots))
 
+    def allocate_for(self, one: RunningRequest, most: int) -> Ids:
+        """Pages for a lowering: ``most``, or fewer if its limit says so; none if the pool has too
+        few."""
+        try:
+            return self._take([one], [int(max(0, min(most, one.spare_pages)))])
+        except PoolExhausted:
+            return NO_PAGES
+
     def _retire_old_pages(
         self, window: Window, batch: Sequence[RunningRequest]
     ) -> Iterator[Failure]:
         """Compress the oldest recent pages behind the sink, in each row, once they are older than
         the window."""
-        groups = dict[float, list[RunningRequest]]()
+        groups = dict[tuple[float, float], list[RunningRequest]]()
         for one in batch:
             if window.is_full(one.slot):
-                groups.setdefault(one.options.alpha_low, []).append(one)
-        for alpha_low, full in groups.items():
-            yield from self._retire(window, full, alpha_low)
+                groups.setdefault(one.options.alphas, []).append(one)
+        for alphas, full in groups.items():
+            yield from self._retire(window, full, alphas)
 
     def _retire(
-        self, window: Window, full: Sequence[RunningRequest], alpha_low: float
+        self, window: Window, full: Sequence[RunningRequest], alphas: tuple[float, float]
     ) -> Iterator[Failure]:
-        """Retire recent pages of requests that share the same ``alpha_low``.
+        """Retire recent pages of requests that share the same ``alphas``.
 
         The emptied pages are the next ones of the request.
         """
         slots, seen = _slots(full), [one.position for one in full]
-        retirement = window.prepare(slots, seen, alpha_low)
+        retirement = window.prepare(slots, seen, alphas)
         gone = set[RunningRequest]()
         for failure in self._grow(
             full, slots, self._checkpoint.class_table, retirement.plan.counts

@@ -27,8 +27,8 @@ class StepOptions:
     plugins: Chosen
     selection: SelectionConfig | None
     """Its page selection; None: it reads all pages."""
-    alpha_low: float
-    """Output tokens below this significance are dropped, if the policy has no higher limit."""
+    alphas: tuple[float, float]
+    """``alpha_high`` and ``alpha_low`` of its output tokens; (0, 0): all stay high."""
     exit_entropy: float
     """Entropy in nats below which its tokens exit early; 0: never."""
     exit_layers: int

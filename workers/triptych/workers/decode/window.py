@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.kernels import Retirement, block_table_ops, move_tokens, plan_retirement
-from triptych.workers.decode.checkpoint import Checkpoint
+from triptych.workers.decode.checkpoint import LOWERED, Checkpoint
 from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 
@@ -80,18 +80,17 @@ class Window:
         return self.recent.length(slot) >= self._full_tokens
 
     def prepare(
-        self, slots: Ids, seen: Sequence[int], least_alpha_low: float = 0.0
+        self, slots: Ids, seen: Sequence[int], alphas: tuple[float, float]
     ) -> RetirementPlan:
         """Plan the retirement of the pages behind the sink; ``seen``: tokens of each request.
 
-        ``least_alpha_low``: lower bound of the policy's ``alpha_low``.
+        ``alphas``: ``alpha_high`` and ``alpha_low`` of these requests.
 
         The tokens of the pages become high. As many older tokens leave the high window and are
         classified by significance: their positions are a fixed distance behind those of the pages.
         """
         layers, _, kv_heads, _ = self.recent.pages.shape
-        alpha_high, alpha_low = self.plan.policy.answer_alphas
-        alpha_low = min(max(alpha_low, least_alpha_low), alpha_high)
+        alpha_high, alpha_low = alphas
         sections, put = self.sections, self.memory.device.put
         sections.renew(slots)
         plan = plan_retirement(
@@ -134,10 +133,12 @@ class Window:
         return self._run_phases(retirement, PLANNED)
 
     def resume(self, slot: int) -> None:
-        """Complete the retirement that a dead worker had begun for a slot, if any."""
+        """Complete the retirement or lowering that a dead worker had begun for a slot, if any."""
         moving, at = self.moving, np.array([slot], np.int32)
         phase = int(moving.phase[slot])
-        if phase:
+        if phase == LOWERED:
+            self._checkpoint.complete_lowering(slot)
+        elif phase:
             retirement = RetirementPlan(at, Retirement(moving.plan[:, at]))
             self._run_phases(retirement, phase)
 

@@ -112,6 +112,11 @@ class PageTable:
             )
         ]
 
+    def of_slot(self, slot: int) -> tuple[Ids, Ids]:
+        """Copies of a slot's entries, [layers, kv_heads, entries of a row], and token counts,
+        [tables, layers, kv_heads]."""
+        return self.entries[:, slot].copy(), self.tokens[:, :, slot].copy()
+
     def tokens_plus_one(self, slots: Ids) -> Ids:
         """Token count of each row of some slots plus one: [layers, slots, kv_heads, tables]."""
         return block_table_ops.tokens_plus_one(self.tokens, slots)

@@ -343,8 +343,13 @@ class PrefillEngine:
         (handle,) = self._hand_off_pages([prompt])
         prompt.pages, first = NO_PAGES, chunk.layers.start
         layerwise.unencoded.add(first)
-        request, reader = prompt.request.id, layerwise.reader
-        layers = Layers(request=request, first=first, handle=handle, reader=reader)
+        layers = Layers(
+            request=prompt.request.id,
+            first=first,
+            handle=handle,
+            reader=layerwise.reader,
+            floor=prompt.request.floor,
+        )
         return Send(layerwise.encoder, layers)
 
     def _on_layers_encoded(self, message: LayersEncoded) -> None:

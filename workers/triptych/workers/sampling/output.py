@@ -1,6 +1,6 @@
 """Output state of a request: tokens, text, finish reason and the messages to the client."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from triptych.core.messages import (
@@ -34,7 +34,8 @@ class OutputProcessor:
     tokens: list[int] = field(default_factory=list[int])
     finish: FinishReason | None = None
     report: CompressionReport | None = None
-    """Sent once, with the next tokens."""
+    """What compression did to the request; sent with the next tokens whenever it changes."""
+    is_reported: bool = False
     cached_tokens: int = 0
     """Prompt tokens from the prefix cache; sent once, too."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -54,7 +55,7 @@ class OutputProcessor:
         token, sampling = drawn.checked_token(), self.request.sampling
         may_end = index + 1 >= sampling.min_tokens and not sampling.grammar
         text, stop = self._advance(token, ended_by if may_end else "")
-        report, self.report = self.report, None
+        report, self.is_reported = None if self.is_reported else self.report, True
         cached, self.cached_tokens = self.cached_tokens, 0
         of_prompt, self.prompt_logprobs = self.prompt_logprobs, None
         message = Tokens(
@@ -71,6 +72,11 @@ class OutputProcessor:
             prompt_logprobs=of_prompt,
         )
         return Send(self.request.reply_to, message)
+
+    def note_lowered(self, tokens: int) -> None:
+        """Report that ``tokens`` high tokens of a head row were lowered, from the next token on."""
+        if self.report is not None and tokens != self.report.lowered_tokens:
+            self.report, self.is_reported = replace(self.report, lowered_tokens=tokens), False
 
     def replay(
         self, token: int, ended_by: str = "", logprobs: tuple[TokenLogprob, ...] = ()

@@ -193,6 +193,13 @@ class StructuredOutputs(Body):
     grammar: Pattern | None = None
 
 
+class CompressionOptions(Body):
+    """How the request may be compressed."""
+
+    floor: Literal["low", "high"] = "low"
+    """The lowest class that may store its tokens, where server and key allow a lower one."""
+
+
 class GenerationBody(Body):
     """Fields that chat completions and completions share."""
 
@@ -238,6 +245,7 @@ class GenerationBody(Body):
         default_factory=dict[str, bool | dict[str, float]]
     )
     """Plug-ins of the decode step whose settings this request overrides."""
+    compression: CompressionOptions = Field(default_factory=CompressionOptions)
 
     @property
     def stops(self) -> tuple[str, ...]:

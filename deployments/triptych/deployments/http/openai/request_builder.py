@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from triptych.core.config import IngressConfig
 from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Unsupported
-from triptych.core.messages import Request, Sampling, Slo
-from triptych.core.plugin_overrides import overrides_of
+from triptych.core.messages import Floor, Request, Sampling, Slo
+from triptych.core.plugin_overrides import check_floor, overrides_of
 from triptych.core.profile import Fidelity
 from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.interfaces import Engine, ModelCard
@@ -206,12 +206,16 @@ class RequestBuilder:
         return replace(job, requests=tuple(requests), prompt_logprobs=shown)
 
     def _owned(self, job: Job, body: GenerationBody, client: Client) -> Job:
-        """Set tenant, cache salt, session, weight, priority, SLOs and plug-ins of the requests.
+        """Set tenant, cache salt, session, weight, priority, SLOs, plug-ins and floor of the
+        requests.
 
         The client's salt is "" or has a fixed length, so no two pairs of it and a body's are equal.
 
-        Raises: RequestError if a plug-in override is not offered
+        Raises: RequestError if a plug-in override is not offered, or the floor forbids it
         """
+        overrides = overrides_of(body.plugins, self._model.plugins)
+        floor = strictest(self._model.floor, client.floor, body.compression.floor)
+        check_floor(floor, self._model.plugins, overrides)
         salt = f"{'' if self._config.share_prefixes else client.salt}:{body.cache_salt or ''}"
         mine = {
             "cache_salt": salt,
@@ -220,10 +224,13 @@ class RequestBuilder:
             "weight": client.weight,
             "priority": body.priority,
             "slo": _slo(body),
-            "plugin_overrides": overrides_of(body.plugins, self._model.plugins),
+            "plugin_overrides": overrides,
+            "floor": floor,
         }
         owned = (replace(request, **mine) for request in job.requests)
-        return replace(job, requests=tuple(owned))
+        # The error was measured with the server's floor.
+        fidelity = job.fidelity if floor == self._model.floor else None
+        return replace(job, requests=tuple(owned), fidelity=fidelity)
 
     async def encode_messages(
         self,
@@ -471,6 +478,11 @@ class RequestBuilder:
 def _with_parts(turn: dict[str, object]) -> dict[str, object]:
     """A message whose content is a list of parts."""
     return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+
+
+def strictest(*floors: Floor) -> Floor:
+    """The highest of some floors."""
+    return "high" if "high" in floors else "low"
 
 
 def _nearest(measured: Sequence[Fidelity], tokens: int) -> Fidelity | None:

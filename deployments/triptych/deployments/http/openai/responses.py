@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from triptych.core.messages import (
     CompressionReport,
     FinishReason,
+    Floor,
     PromptLogprobs,
     TokenLogprob,
     TokenRank,
@@ -43,6 +44,8 @@ class Choice:
     ended_by: str = ""
     """The plug-in that ended the choice, if one did."""
     compression: CompressionReport | None = None
+    floor: Floor = "low"
+    """The floor in force."""
     cached_tokens: int = 0
     """Tokens of its prompt that were in the prefix cache."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -60,7 +63,10 @@ class Choice:
         self.logprobs += item.logprobs
         self.ids += item.tokens
         self.finish, self.stop, self.ended_by = item.finish, item.stop, item.ended_by
-        self.compression = item.compression or self.compression
+        if item.compression is not None:
+            before = self.compression.lowered_tokens if self.compression else 0
+            most = max(before, item.compression.lowered_tokens)  # it may be computed again
+            self.compression = replace(item.compression, lowered_tokens=most)
         self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
         self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
 
@@ -83,7 +89,7 @@ def usage(
         "prompt_tokens_details": {"cached_tokens": _cached_tokens(choices, choices_each)},
     }
     compression = _compression(choices)
-    if compression and fidelity:
+    if compression and fidelity and not compression["lowered_tokens"]:
         compression["estimated_error"] = {
             "kl": fidelity.kl,
             "top1_agreement": fidelity.top1_agreement,
@@ -109,6 +115,8 @@ def _compression(choices: Sequence[Choice]) -> Json:
         "ratio": round(raw / max(stored + shared, 1), 3),
         "raw_bytes": raw,
         "stored_bytes": stored,
+        "floor": choices[0].floor,
+        "lowered_tokens": sum(report.lowered_tokens for report in reports),
     }
     return result | {"shared_bytes": shared} if shared else result
 
@@ -131,7 +139,11 @@ class ResponseBuilder(ABC):
         self.job, self.warning = job, warning
         self._codec = codec
         self.choices = [
-            Choice(index=index, echo=job.echo[index] if job.echo else "")
+            Choice(
+                index=index,
+                echo=job.echo[index] if job.echo else "",
+                floor=job.requests[index].floor,
+            )
             for index in range(len(job.requests))
         ]
 
@@ -152,7 +164,8 @@ class ResponseBuilder(ABC):
         if compression := _compression(self.choices):
             headers["x-triptych-compression-policy"] = str(compression["policy"])
             headers["x-triptych-compression-ratio"] = str(compression["ratio"])
-            if self.job.fidelity:
+            headers["x-triptych-lowered-tokens"] = str(compression["lowered_tokens"])
+            if self.job.fidelity and not compression["lowered_tokens"]:
                 headers["x-triptych-estimated-kl"] = str(self.job.fidelity.kl)
         return headers
 

@@ -20,6 +20,7 @@ from triptych.core.schema import SchemaError, build
 from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY
 from triptych.workers.decode.plugins.entropy import entropy
 from triptych.workers.decode.plugins.plugin import (
+    ALPHA_LOW,
     CONDITIONS,
     END,
     EXITS,
@@ -190,7 +191,13 @@ def offers_of(
     """
     places = ordered(config.steps, policy, can_exit=can_exit)
     offers = [
-        OverridablePlugin(plugin=one.label, on=one.is_on, bounds=one.bounds, needs=one.after)
+        OverridablePlugin(
+            plugin=one.label,
+            on=one.is_on,
+            bounds=one.bounds,
+            needs=one.after,
+            drops_tokens=ALPHA_LOW in one.plugin.provides,
+        )
         for one in places
     ]
     chosen = config.selection

@@ -91,9 +91,10 @@ def observe_shape(path: Path) -> ModelShape:
 
 
 def _embedding_parameters(model: PreTrainedModel) -> int:
-    parts = (model.get_input_embeddings(), model.get_output_embeddings())
-    weights = {part.weight for part in parts if isinstance(part, nn.Embedding | nn.Linear)}
-    return sum(weight.numel() for weight in weights)
+    embedding = cast("nn.Embedding", model.get_input_embeddings()).weight
+    head = cast("nn.Module | None", model.get_output_embeddings())
+    own_head = isinstance(head, nn.Linear) and head.weight is not embedding
+    return embedding.numel() + (cast("nn.Linear", head).weight.numel() if own_head else 0)
 
 
 def _plain(seen: _Observed) -> PlainTraits | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import RouterConfig
@@ -20,10 +21,8 @@ from triptych.loadgen.report.stats import percentile
 from triptych.simulator import Cluster, Costs, Job, Simulation
 from triptych.simulator.setup import split_of
 
-CASES = (
-    *((replicas, 1000) for replicas in (10, 30, 100, 300, 1000)),
-    *((1000, waiting) for waiting in (100, 10_000, 40_000)),
-)
+CASES = "10x1000,100x1000,1000x1000,1000x10000,1000x40000"
+"""Workers and requests that wait beside those that run."""
 WORKERS_PER_NODE = 10
 STOP_S = 2.0
 SLOTS = 32
@@ -42,7 +41,9 @@ def jobs(count: int) -> Iterator[tuple[Job, ...]]:
         yield (Job(f"r{number}", tokens, draw.randint(8, 64), segments=parts),)
 
 
-def measure(replicas: int, waiting: int, policy: str, placement: str) -> dict[str, object]:
+def measure(
+    replicas: int, waiting: int, policy: str, placement: str, booking: Literal["forecast", "bounds"]
+) -> dict[str, object]:
     """One cluster with a line of about this length."""
     prefill, compress, decode = split_of(replicas)
     cluster = Cluster(
@@ -52,7 +53,12 @@ def measure(replicas: int, waiting: int, policy: str, placement: str) -> dict[st
         workers_per_node=WORKERS_PER_NODE,
         shared_cores=False,
         max_batch_requests=SLOTS,
-        router=RouterConfig(batch_policy=policy, placement=placement, max_queued_requests=1 << 40),
+        router=RouterConfig(
+            batch_policy=policy,
+            placement=placement,
+            booking=booking,
+            max_queued_requests=1 << 40,
+        ),
     )
     cluster = replace(cluster, plan=replace(cluster.plan, prefix_bytes=PREFIX_BYTES))
     count = waiting + decode * SLOTS
@@ -66,6 +72,7 @@ def measure(replicas: int, waiting: int, policy: str, placement: str) -> dict[st
         "waiting_at_end": left,
         "policy": policy,
         "placement": placement,
+        "booking": booking,
         "decisions": len(times),
         "p50_ms": percentile(times, 50),
         "p99_ms": percentile(times, 99),
@@ -78,10 +85,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--policy", default="greedy_by_memory")
     parser.add_argument("--placement", default="least_bytes,dualmap")
+    parser.add_argument("--cases", default=CASES)
     asked = parser.parse_args()
     host, rows = host_info(), list[dict[str, object]]()
-    for case, placement in product(CASES, asked.placement.split(",")):
-        rows.append(measure(*case, asked.policy, str(placement)))
+    for case, placement in product(asked.cases.split(","), asked.placement.split(",")):
+        replicas, waiting = map(int, case.split("x"))
+        for booking in ("forecast", "bounds"):
+            rows.append(measure(replicas, waiting, asked.policy, placement, booking))
         write_json({"simulated": True, "host": host, "rows": rows}, asked.json)
     console.print(make_table([*rows[0]], [[*row.values()] for row in rows], "CPU time"))
 

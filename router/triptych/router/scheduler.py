@@ -62,8 +62,9 @@ from triptych.router.passes.placement_view import Placer
 from triptych.router.passes.preemption import Preemption
 from triptych.router.passes.roles import Roles
 from triptych.router.passes.slo_admission import SloAdmission
-from triptych.router.passes.static_batches import StaticBatchDispatch
+from triptych.router.passes.stage_batches import AdaptiveBatchDispatch, StaticBatchDispatch
 from triptych.router.plugins import PLACEMENT_POLICIES, schedule_named
+from triptych.router.policies.batch_gates import Schedule
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.queue.waiting_queue import due_s
 from triptych.router.snapshot import Explanation, Memory, RouterSnapshot
@@ -161,11 +162,10 @@ class Scheduler:
             self._borrowing,
             MemoryLowering(cluster, bookings, DecisionLog(cluster)),
             bookings,
-            Overcommit(config.overcommit_risk),
+            Overcommit(config.overcommit_risk, capacity_bytes),
             is_on=config.booking == "forecast" and may_interrupt,
         )
-        dispatch = StaticBatchDispatch if batches.has_batch_sizes else Dispatch
-        self._dispatch = dispatch(
+        self._dispatch = _dispatch_for(batches)(
             cluster, batches, config, placer, self._growth, plan.prefix_bytes > 0
         )
         self._migration = Migration(cluster, config.rebalance_requests if may_interrupt else 0)
@@ -189,7 +189,6 @@ class Scheduler:
             self._remove_stalled(now)
             self._completion.expel_dead_workers()
             self._fail_stranded(now)
-            self._dispatch.adjust()
             self._roles.run(self._dispatch.blocked_reason, now)
             self._migration.run()
         self._draining.run(now)
@@ -721,6 +720,12 @@ class Scheduler:
             bound_bytes=self._cluster.ledger.bound_of(request),
             blocked_reason=self._dispatch.blocked_reason if entry.state is State.WAITING else "",
         )
+
+
+def _dispatch_for(schedule: Schedule) -> type[Dispatch]:
+    if schedule.is_adaptive:
+        return AdaptiveBatchDispatch
+    return StaticBatchDispatch if schedule.has_batch_sizes else Dispatch
 
 
 def _left(request: Request) -> int:

@@ -65,6 +65,14 @@ def test_roles_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
     assert switch["counters"]["role_changes"] > 0
 
 
+def test_requests_without_max_tokens_book_more_as_they_grow(run: Run, tmp_path: Path) -> None:
+    path, options = tmp_path / "s.json", ("--workload", "chat", "--requests", "20")
+    code, _, _ = run("simulate", *options, "--max-model-len", "4096", "--json", str(path))
+    [row] = json.loads(path.read_text())["rows"]
+    assert (code, row["completed"]) == (0, 20)
+    assert row["counters"]["growth:booked"] > 20
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -75,7 +83,7 @@ def test_roles_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
         (["--replicas", "2"], "at least 3"),
         (["--replicas", "9", "--decode", "3"], "no other counts"),
         (["--rate", "1", "--concurrency", "2"], "one of them"),
-        (["--workload", "chat"], "conversations"),
+        (["--workload", "chats"], "conversations"),
         (["--trace", "none.csv"], "none.csv"),
         (["--costs", "none.json"], "none.json"),
         (["--rate", "quick"], "numbers"),

@@ -1,7 +1,7 @@
 """Kinds of workloads: what they share, how long they are, and that the seed fixes them."""
 
 from itertools import pairwise
-from statistics import fmean, pvariance
+from statistics import fmean, median, pvariance
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,17 @@ def test_the_seed_fixes_a_load_and_it_makes_the_requests_that_were_asked_for(
     assert all(turn.prompt_tokens >= 1 and turn.output_tokens >= 1 for turn in turns)
 
 
-@pytest.mark.parametrize("shape", ["mixed", "burstgpt", "long-document", "reasoning"])
+@pytest.mark.parametrize(
+    ("shape", "prompt", "answer"), [("chat", 98, 205), ("reasoning", 187, 875)]
+)
+def test_lengths_have_the_medians_of_their_source(shape: str, prompt: int, answer: int) -> None:
+    load = LoadOptions(shape=shape, seed=1).resolve()
+    turns = [turn for session in load.sessions(20_000) for turn in session.turns]
+    assert median(turn.prompt_tokens for turn in turns) == pytest.approx(prompt, rel=0.05)
+    assert median(turn.output_tokens for turn in turns) == pytest.approx(answer, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", ["mixed", "chat", "burstgpt", "long-document"])
 def test_lengths_have_the_means_that_were_asked_for(shape: str) -> None:
     load = Load(shape=shape, prompt_tokens=300, output_tokens=60, seed=1)
     turns = [turn for session in load.sessions(20_000) for turn in session.turns]

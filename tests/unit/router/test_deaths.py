@@ -247,6 +247,25 @@ def test_bytes_of_a_dead_worker_are_free_when_the_pool_has_reclaimed_them() -> N
     assert driver.booked == 0
 
 
+def test_bytes_of_a_dead_worker_stay_booked_while_another_request_is_to_be_taken_over() -> None:
+    """The pool keeps all pages of the dead worker until then, those of a cancelled one too."""
+    driver = Driver("P", "C", "D")
+    for name in ("cancelled", "kept"):
+        driver.bring_to("decoding", request(name))
+    both = driver.booked
+    driver.on(Cancel(requests=("cancelled",)), "in")
+    driver.router.lost("D", driver.now)
+    assert driver.state("kept") == "orphaned"
+    assert driver.tick(2 * TIMEOUTS.reclaim_s) == []
+    assert (driver.state("cancelled"), driver.booked) == ("leaving", both)
+    driver.register("E")
+    driver.on(Resumed(request="kept"), "E")
+    assert driver.tick(1.0) == [expel()]
+    driver.tick(1.0)
+    assert driver.state("cancelled") is None
+    assert 0 < driver.booked < both
+
+
 def test_who_comes_to_a_dead_worker_s_address_cannot_free_what_it_held() -> None:
     driver = whole()
     driver.bring_to("encoding")

@@ -59,6 +59,7 @@ from triptych.core.messages import (
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 from triptych.router import ByteModel, Scheduler, Timeouts
+from triptych.router.models.overcommit import AHEAD
 from triptych.router.state.cluster_state import worker_loads
 from triptych.router.state.request_table import State
 
@@ -1016,7 +1017,7 @@ class OvercommittingMachine(ForecastMachine):
 
     def forecast(self, router: Scheduler, lies: Random) -> None:
         bookings = router._growth.bookings
-        bookings.lengths.survival = lambda *_: [0.0] * 8  # type: ignore
+        bookings.lengths.survival = lambda *_: [0.0] * len(AHEAD)  # type: ignore
         bookings.ratios.at = lambda *_: (0.0, 0.0)  # type: ignore
 
 

@@ -163,6 +163,14 @@ def simulate(
     output_tokens: Annotated[int | None, typer.Option(min=1, help="Mean output tokens.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Truncate prompts.")] = None,
     max_output_tokens: Annotated[int | None, typer.Option(min=1, help="Truncate outputs.")] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests set no max_tokens and may fill a context of so many tokens; default: "
+            "max_tokens is the length of the answer.",
+        ),
+    ] = None,
     costs_file: Annotated[
         Path | None,
         typer.Option("--costs", help="Cost file of simulate fit; default: built-in costs."),
@@ -255,7 +263,15 @@ def simulate(
     slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
     require(slo.is_set or not send_slo, "--send-slo", send_slo, "--slo-ttft-ms or --slo-tpot-ms")
     rows = run_cases(
-        cases, cluster, costs, load, requests, slo, detailed=detailed, send_slo=send_slo
+        cases,
+        cluster,
+        costs,
+        load,
+        requests,
+        slo,
+        detailed=detailed,
+        send_slo=send_slo,
+        max_model_len=max_model_len,
     )
     if json_file:
         about = {"costs": costs.as_dict(), "workload": load.shape, "saturation_per_s": saturation}
@@ -342,6 +358,7 @@ def run_cases(
     *,
     detailed: bool = False,
     send_slo: bool = False,
+    max_model_len: int | None = None,
 ) -> list[Row]:
     """Simulate each case, with a progress bar."""
     bars = progress_bars(24)
@@ -365,7 +382,8 @@ def run_cases(
                 on_tick=lambda trial, bar=bar: bars.update(bar, completed=len(trial.outcomes)),
             )
             started = time.process_time()
-            trial = simulation.run(jobs_of(sessions, asked), case.concurrency)
+            jobs = jobs_of(sessions, asked, max_model_len)
+            trial = simulation.run(jobs, case.concurrency)
             spent_s = time.process_time() - started
             bars.update(bar, completed=len(trial.outcomes))
             row = row_of(case, trial, slo, spent_s)

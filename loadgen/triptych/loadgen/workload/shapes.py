@@ -13,6 +13,9 @@ from triptych.loadgen.workload.turns import Segment, Turn
 SPREAD = 0.6
 """Standard deviation of the logarithm of a length."""
 WIDE_SPREAD = 1.2
+CHAT_SPREAD = 1.0
+REASONING_SPREADS = 1.84, 0.97
+"""Standard deviation of the logarithm of prompts and answers."""
 MEAN_TURNS = 4.0
 MOST_TURNS = 12
 AGENT_STEPS = (3, 8)
@@ -60,8 +63,29 @@ def mixed(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]
 
 
 def similar(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
-    """Lengths around the means: long documents with short answers, or the other way round."""
+    """Lengths around the means, such as long documents with short answers."""
     return (_turn(rng, name, means, SPREAD),)
+
+
+def chat(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
+    """Single chat messages: log-normal lengths with the means of ShareGPT.
+
+    Source: vLLM (arXiv 2309.06180), section 6.1, figure 11: means of 161 and 338 tokens. The spread
+    is ours; the figure shows a histogram
+    """
+    return (_turn(rng, name, means, CHAT_SPREAD),)
+
+
+def reasoning(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
+    """Short questions, some long ones, and answers with chains of thought.
+
+    Source: ServeGen (arXiv 2505.09999) and the lengths of DeepSeek-R1 in its repository: mean and
+    deviation of the logarithm over all clients, weighted by their rates (medians of the log-normal
+    187 and 875 tokens)
+    """
+    of_prompts, of_answers = REASONING_SPREADS
+    prompt = _length(rng, means.prompt_tokens, of_prompts)
+    return (Turn((Segment(name, prompt),), _length(rng, means.output_tokens, of_answers)),)
 
 
 def burstgpt(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
@@ -133,13 +157,14 @@ def agents(rng: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]
 SHAPES: dict[str, Shape] = {
     "uniform": Shape(uniform, Means(512, 64, 0.0)),
     "mixed": Shape(mixed, Means(256, 64, 0.0)),
+    "chat": Shape(chat, Means(161, 338, 0.0)),
     "burstgpt": Shape(burstgpt, Means(256, 64, 0.0), burstiness=0.5),
     "conversations": Shape(conversations, Means(96, 64, 5.0)),
     "shared-prefix": Shape(shared_prefix, Means(512, 64, 0.0)),
     "many-prefixes": Shape(many_prefixes, Means(1024, 16, 0.0)),
     "agents": Shape(agents, Means(128, 48, 1.0)),
     "long-document": Shape(similar, Means(2048, 32, 0.0)),
-    "reasoning": Shape(similar, Means(64, 512, 0.0)),
+    "reasoning": Shape(reasoning, Means(1016, 1400, 0.0)),
 }
 
 

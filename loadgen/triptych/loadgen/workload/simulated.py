@@ -9,15 +9,22 @@ from triptych.simulator import Job, Outcome, Trial
 
 
 def jobs_of(
-    sessions: Iterable[Session], asked: core.Slo = core.NO_SLO
+    sessions: Iterable[Session],
+    asked: core.Slo = core.NO_SLO,
+    total_tokens: int | None = None,
 ) -> Iterator[tuple[Job, ...]]:
-    """Sessions in the simulator's form; ``asked``: the SLO of each request."""
+    """Sessions in the simulator's form; ``asked``: the SLO of each request.
+
+    ``total_tokens``: requests set no ``max_tokens``, so the server allows as many as a context of
+    this length has left. None: ``max_tokens`` is the length of the answer.
+    """
     for number, session in enumerate(sessions):
         yield tuple(
             Job(
                 id=f"{number}.{turn}",
                 prompt_tokens=one.prompt_tokens,
-                max_tokens=one.output_tokens,
+                max_tokens=max(one.output_tokens, (total_tokens or 0) - one.prompt_tokens),
+                output_tokens=one.output_tokens,
                 at_s=session.start_s if turn == 0 else one.pause_s,
                 slo=asked,
                 segments=tuple((part.key, part.tokens) for part in one.segments),

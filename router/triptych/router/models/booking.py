@@ -5,9 +5,10 @@ right whatever the forecasts are worth. They decide three things: how much is bo
 much memory the running requests will need, and so how many of them run.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import inf
 
 from triptych.core.layout import PageLayout
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
@@ -27,6 +28,9 @@ MOST_TOKENS = 1 << 20
 CACHED_SIZES = 1 << 16
 RENEW_NEEDS = 64
 """Changes of what is known of lengths after which the need of a request is forecast anew."""
+PROMPT_TOKENS_A_STEP = 16
+"""Prompt tokens that are prefilled and compressed in the time of a decode step, at least: so long
+raw pages exist."""
 
 
 def tokens_ahead(tokens: int) -> int:
@@ -57,10 +61,14 @@ class Booking:
     """Bytes beyond ``held`` that its next token needs; 0: not known yet."""
     asks: bool = False
     """Whether more is to be booked for it."""
+    paused_at: float = inf
+    """When it paused at its limit."""
     is_fixed: bool = False
     """Whether its bound is booked from the start."""
     is_whole: bool = False
     """Whether its bound is booked, so that it will need nothing more."""
+    is_encoded: bool = False
+    """Whether its raw pages are free."""
     may_evict: bool = True
     """Whether its answer is the same if it is computed again."""
     lowers: bool = False
@@ -75,7 +83,7 @@ class Booking:
     """Times that its worker was told to do that."""
     unlowerable: int = 0
     """Bytes that it holds beyond ``BookingModel.lowest`` and could not free."""
-    latest: tuple[int, int, int, Need] | None = None
+    latest: tuple[tuple[int, ...], Need] | None = None
     """The need that was computed last, and for what."""
 
 
@@ -170,21 +178,20 @@ class BookingModel:
         """The most bytes that a running request can add to those that it holds."""
         return self.model.estimate(booking.tokens, booking.most_tokens - booking.tokens).growth
 
-    def need(self, booking: Booking, booked: int) -> Need:
+    def need(self, booking: Booking, sizes: RequestBytes) -> Need:
         """The bytes that will be booked for a request, over the tokens of the horizon.
 
         As if it had not been lowered: what that has freed serves those that run, not new ones.
-        ``booked``: bytes that it will have in the decode stage at first.
+        ``sizes``: what is booked for it at first.
         """
         tokens = max(booking.tokens, booking.prompt_tokens)
-        key = (tokens, booked, self.lengths.changes // RENEW_NEEDS)
-        if booking.latest is not None and booking.latest[:3] == key:
-            return booking.latest[3]
-        need = self._need(booking, tokens, booked)
-        booking.latest = *key, need
-        return need
+        raw = 0 if booking.is_encoded else sizes.peak
+        key = (tokens, sizes.grown, raw, self.lengths.changes // RENEW_NEEDS)
+        if booking.latest is None or booking.latest[0] != key:
+            booking.latest = key, self._need(booking, tokens, sizes.grown, raw)
+        return booking.latest[1]
 
-    def _need(self, booking: Booking, tokens: int, booked: int) -> Need:
+    def _need(self, booking: Booking, tokens: int, booked: int, raw: int) -> Need:
         most, bound = booking.most_tokens, booking.bound.grown
         left = max(1, most - tokens)
         # Of the points behind its longest end, the first one stands for the moment before that.
@@ -197,10 +204,14 @@ class BookingModel:
         mean, _ = self.ratios.at(booking.profile, tokens)
         sizes = list[int]()
         for more in ahead:
-            then = tokens + more
+            then = min(most, tokens + more)
             size = int(mean * self._grown(min(most, then + tokens_ahead(then))))
-            sizes.append(bound if size > bound else max(size, booked))
-        return Need.of(survival, sizes)
+            sizes.append(min(bound, max(size, booked)))
+        raw_until = max(AHEAD[0], booking.prompt_tokens // PROMPT_TOKENS_A_STEP) if raw else 0
+        count = bisect_right(AHEAD, raw_until)
+        survival = (*([1.0] * count), *survival[count:])
+        sizes[:count] = [max(raw, size) for size in sizes[:count]]
+        return Need.of(survival, sizes, self.capacity_bytes)
 
     def note(self, booking: Booking, tokens: int, held: int, shared: int) -> None:
         """A request holds ``tokens`` tokens in ``held`` bytes of its own pages."""

@@ -12,7 +12,9 @@ Within a range every token is equally likely to be the last one (a constant haza
 
 Estimates shrink towards those of all tenants, and these towards a prior for chat: log-normal with a
 median of 200 tokens and a mean of 330, near the answers of ShareGPT. Each answer that ends takes
-1/256 of the weight of all earlier ones.
+1/256 of the weight of all earlier ones. Forecasts use hazards that are lower by half a standard
+deviation of their estimates: so they are too long by half before anything was seen, and by little
+where much was.
 
 Source: the life table of survival analysis (Kaplan and Meier 1958 for single lengths); vLLM,
         section 6 (the lengths of ShareGPT)
@@ -23,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import exp, inf, log
+from math import exp, inf, log, sqrt
 from statistics import NormalDist
 
 MEDIAN_TOKENS = 200
@@ -31,8 +33,11 @@ SPREAD = 1.0
 """Standard deviation of the logarithm of an answer's length."""
 EDGES = (0, *sorted({round(8 * 2 ** (step / 2)) for step in range(29)}))
 """Where ranges of lengths begin, in tokens; the last one has no end."""
-PRIOR_ANSWERS = 4
+PRIOR_ANSWERS = 16
 """Answers that come to a range and weigh as much as its prior."""
+CAUTION = 0.5
+"""Standard deviations of an estimate by which the hazard is taken to be lower: an error of it makes
+all answers longer than forecast at once."""
 SUREST = 1.0 - 1e-9
 """Highest estimate of the probability that an answer ends in a range."""
 FORGET = 1 / 256
@@ -99,9 +104,10 @@ class Hazards:
         """Compute the hazards from the counts and ``prior``, the shares to shrink to."""
         total = 0.0
         for at, width in enumerate(WIDTHS):
-            ends = self.ends[at] + PRIOR_ANSWERS * prior[at]
-            share = min(SUREST, ends / (self.answers[at] + PRIOR_ANSWERS))
-            hazard = -log(1.0 - share) / width
+            answers = self.answers[at] + PRIOR_ANSWERS
+            share = min(SUREST, (self.ends[at] + PRIOR_ANSWERS * prior[at]) / answers)
+            least = max(0.0, share - CAUTION * sqrt(share * (1.0 - share) / (answers + 1.0)))
+            hazard = -log(1.0 - least) / width
             self.shares[at], self.hazards[at], self.sums[at] = share, hazard, total
             total += hazard * width
 
@@ -161,8 +167,8 @@ class OutputLengths:
     def quantile(self, tenant: str, written: int, limit: int, share: float) -> int:
         """Tokens below which an answer ends with probability ``share``; at most ``limit``.
 
-        >>> OutputLengths().quantile("", 0, 4096, 0.5)  # the median of the prior
-        201
+        >>> OutputLengths().quantile("", 0, 4096, 0.5)  # nothing was seen
+        286
         """
         hazards = self._of(tenant)
         total = hazards.until(written) - log(1.0 - share)

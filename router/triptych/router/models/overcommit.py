@@ -1,60 +1,116 @@
 """Overcommit: whether the bytes that running requests will need probably fit.
 
 A request needs its pages as long as it runs, and they grow with each token. Its bytes in ``t``
-tokens from now are a random variable: those of its length then, if it still runs, else none. The
-sum over all requests of an arena is taken to be normal, with the sums of their means and variances:
-requests end independently of each other. It is compared with the capacity at each of ``AHEAD``.
+tokens from now are a random variable: those of its length then, if it still runs, else none.
+Requests end independently of each other, so the probability that all together need more than the
+capacity ``C`` is at most ``exp(sum of log E[exp(a * bytes / C)] - a)`` for each ``a > 0``
+(Chernoff's bound). It is computed at each of ``AHEAD`` for each of ``EXPONENTS``, and the least
+over all ``a`` follows from those. Unlike a normal distribution it is right about the sum of a few
+large requests, and about requests that fit whatever happens. Logarithms add up, so a request costs
+a sum.
+
+The bound of a normal sum at the quantile of the risk is what it is compared with. So the risk is
+exact for many requests; the bound itself would be about ten times too careful.
+
+Source: Chernoff 1952; Hui 1988, effective bandwidths: the same rule for connections that share a
+        link. The need over the tokens ahead is ours.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from functools import lru_cache
+from math import expm1, log1p
 from statistics import NormalDist
 
-AHEAD = (24, 64, 128, 256, 512, 1024, 2048, 4096)
+AHEAD = (24, 96, 256, 640, 1600, 4096)
 """Numbers of tokens from now at which the need is forecast: the horizon is the last one."""
+EXPONENTS = (6.0, 10.0, 18.0, 36.0, 90.0, 220.0)
+"""Values of ``a``. The best one is about the deviations that the risk stands for, times the
+capacity over the standard deviation of the sum."""
+UNIT = 1 << 32
+"""Logarithms are whole numbers of so many parts, so that sums of them are exact."""
+MOST_CAPACITIES = 3.0
+"""Sizes are at most so many times the capacity: the exponential of more is beyond a float."""
+PLACES = tuple(range(0, len(AHEAD) * len(EXPONENTS), len(EXPONENTS)))
+"""Where the sums of each time begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that one request will hold: mean and variance at each of ``AHEAD``.
+    """Bytes that one request will hold over time, in the form in which needs are added."""
 
-    They are whole numbers, so that sums of them are exact.
-    """
-
-    means: tuple[int, ...]
-    variances: tuple[int, ...]
+    logs: tuple[int, ...]
+    """``log E[exp(a * bytes / C)]`` at each of ``AHEAD``, for each of ``EXPONENTS``."""
 
     @classmethod
-    def of(cls, survival: Sequence[float], sizes: Sequence[int]) -> "Need":
+    def of(cls, survival: Sequence[float], sizes: Sequence[int], capacity_bytes: int) -> "Need":
         """Of a request that runs with probability ``survival`` and then holds ``sizes``."""
-        pairs = list(zip(survival, sizes, strict=True))
-        return cls(
-            tuple(int(share * size) for share, size in pairs),
-            tuple(int(share * (1.0 - share) * size * size) for share, size in pairs),
-        )
+        most, scales = int(MOST_CAPACITIES * capacity_bytes), _scales(capacity_bytes)
+        logs = list[int]()
+        for share, size in zip(survival, sizes, strict=True):
+            held = min(size, most)
+            if share > 0.0:
+                logs += [int(UNIT * log1p(share * expm1(scale * held))) for scale in scales]
+            else:
+                logs += NO_TIME
+        return cls(tuple(logs))
 
     @classmethod
-    def constant(cls, size: int) -> "Need":
+    def constant(cls, size: int, capacity_bytes: int) -> "Need":
         """Of a request that keeps ``size`` bytes."""
-        return cls((size,) * len(AHEAD), (0,) * len(AHEAD))
+        return cls.of((1.0,) * len(AHEAD), (size,) * len(AHEAD), capacity_bytes)
+
+
+def _lowest(values: Sequence[float], at: int) -> float:
+    """The least of a convex function of the exponents, whose smallest value is the one ``at``.
+
+    It is that of the parabola through three values, which is exact if the sum is normal.
+    """
+    if not 0 < at < len(values) - 1:
+        return values[at]
+    (x0, x1, x2), (y0, y1, y2) = EXPONENTS[at - 1 : at + 2], values[at - 1 : at + 2]
+    before, after = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    curve = (after - before) / (x2 - x0)
+    slope = before + curve * (x1 - x0)
+    return y1 - slope * slope / (4 * curve) if curve > 0 else y1
+
+
+@lru_cache
+def _scales(capacity_bytes: int) -> tuple[float, ...]:
+    return tuple(exponent / capacity_bytes for exponent in EXPONENTS)
+
+
+NO_TIME = (0,) * len(EXPONENTS)
+NOTHING = Need(NO_TIME * len(AHEAD))
 
 
 @dataclass(slots=True)
 class ArenaNeed:
     """Sums over the requests of one arena."""
 
-    means: list[int] = field(default_factory=lambda: [0] * len(AHEAD))
-    variances: list[int] = field(default_factory=lambda: [0] * len(AHEAD))
+    logs: list[int] = field(default_factory=lambda: [*NOTHING.logs])
     requests: int = 0
+
+    def add(self, need: Need) -> None:
+        self.requests += 1
+        self.logs = [total + more for total, more in zip(self.logs, need.logs, strict=True)]
+
+    def remove(self, need: Need) -> None:
+        self.requests -= 1
+        self.logs = [total - less for total, less in zip(self.logs, need.logs, strict=True)]
 
 
 class Overcommit:
     """The needs of all started requests, summed by arena."""
 
-    def __init__(self, risk: float) -> None:
-        """``risk``: the probability with which memory may run short."""
-        self._deviations = NormalDist().inv_cdf(1.0 - risk)
+    def __init__(self, risk: float, capacity_bytes: int) -> None:
+        """``risk``: the probability with which memory may run short.
+
+        ``capacity_bytes``: page memory of an arena, which all needs are relative to.
+        """
+        self.capacity_bytes = capacity_bytes
+        self._log_bound = -(NormalDist().inv_cdf(1.0 - risk) ** 2) / 2
         self._needs = dict[str, tuple[str, Need]]()
         self._arenas = dict[str, ArenaNeed]()
 
@@ -65,49 +121,55 @@ class Overcommit:
         """Set what a started request needs, in place of what was known of it."""
         self.drop(request)
         self._needs[request] = arena, need
-        self._add(self._arenas.setdefault(arena, ArenaNeed()), need, +1)
+        self._arenas.setdefault(arena, ArenaNeed()).add(need)
 
     def drop(self, request: str) -> None:
         """A request holds no pages any more."""
         arena, need = self._needs.pop(request, ("", None))
         if need is not None:
             total = self._arenas[arena]
-            self._add(total, need, -1)
+            total.remove(need)
             if not total.requests:
                 del self._arenas[arena]
 
-    def fits(self, request: str, arena: str, need: Need, capacity_bytes: int) -> bool:
+    def fits(self, request: str, arena: str, need: Need, memory_bytes: int) -> bool:
         """Whether another request can start, or one that keeps its pages go on.
 
-        The only request of an arena always can: its bound is below the capacity.
+        ``memory_bytes``: what requests may use now, lent memory included. The only request of an
+        arena always can: its bound is below the capacity.
         """
         total = self._arenas.get(arena)
         own = self._needs.get(request)
         if total is None or (own is not None and total.requests == 1):
             return True
-        before = own[1] if own is not None and own[0] == arena else NOTHING
-        sums = zip(
-            total.means,
-            total.variances,
-            need.means,
-            need.variances,
-            before.means,
-            before.variances,
-            strict=True,
-        )
-        times = self._deviations
-        return all(
-            mean + more - less + times * sqrt(max(0, variance + wider - narrower)) <= capacity_bytes
-            for mean, variance, more, wider, less, narrower in sums
-        )
+        sums = [before + more for before, more in zip(total.logs, need.logs, strict=True)]
+        if own is not None and own[0] == arena:
+            sums = [both - less for both, less in zip(sums, own[1].logs, strict=True)]
+        return self._are_within(sums, memory_bytes)
 
-    @staticmethod
-    def _add(total: ArenaNeed, need: Need, sign: int) -> None:
-        total.requests += sign
-        means, variances = total.means, total.variances
-        for at in range(len(AHEAD)):
-            means[at] += sign * need.means[at]
-            variances[at] += sign * need.variances[at]
+    def room(self, arena: str, need: Need, memory_bytes: int, most: int) -> int:
+        """How many more requests with this need can start, of ``most``; 1 in an empty arena."""
+        total = self._arenas.get(arena)
+        logs = total.logs if total is not None else NOTHING.logs
 
+        def is_too_much(count: int) -> bool:
+            sums = [taken + count * more for taken, more in zip(logs, need.logs, strict=True)]
+            return not self._are_within(sums, memory_bytes)
 
-NOTHING = Need.constant(0)
+        count = bisect_left(range(1, most + 1), True, key=is_too_much)
+        return max(count, min(most, int(total is None)))
+
+    def _are_within(self, sums: Sequence[int], memory_bytes: int) -> bool:
+        """Whether more than ``memory_bytes`` are needed with at most the risk, at each time."""
+        share = memory_bytes / self.capacity_bytes
+        rooms = [exponent * share for exponent in EXPONENTS]
+        bound = self._log_bound
+        for at in PLACES:
+            values = [
+                total / UNIT - room
+                for total, room in zip(sums[at : at + len(EXPONENTS)], rooms, strict=True)
+            ]
+            least = min(values)
+            if least > bound and _lowest(values, values.index(least)) > bound:
+                return False
+        return True

@@ -58,15 +58,6 @@ class Dispatch:
         self._compress_all(now)
         self.blocked_reason = self._admit(now)
 
-    def adjust(self) -> None:
-        """Adapt batch sizes to the queue and to free memory, if the schedule is adaptive."""
-        requests, load_index = self.cluster.requests, self.cluster.load_index
-        capacity = len(load_index.arenas) * self.cluster.ledger.capacity_bytes
-        free_share = 1.0 - load_index.used_bytes / capacity if capacity else 1.0
-        self.schedule = self.schedule.adjusted(
-            requests.count(State.WAITING), requests.count(State.PREFILLED), free_share
-        )
-
     # ---------------------------------------------------------------- orphaned -> decoding
 
     def _resume_all(self, now: float) -> None:

@@ -37,6 +37,9 @@ LOOK_AGAIN_S = 0.02
 ENCODING_S = 5.0
 """Seconds for which a request that asks waits for the raw pages of prompts that will be encoded,
 before others are preempted. Meanwhile no prompt starts, so their number only falls."""
+MAX_PAUSE_S = 1.0
+"""Seconds for which a request waits at its page limit before others are preempted for it. Often one
+of them ends meanwhile."""
 EXHAUSTED_AGAIN_S = 0.25
 """Seconds after which a worker tries again to get pages that its pool did not have."""
 
@@ -58,9 +61,11 @@ class Growth:
     5. Else the youngest ones are evicted, those that wait with their pages first: their pages are
        freed, and they are computed again later.
 
-    The first request can always finish. Every other one is evicted for it, or has its whole bound
-    booked and ends without needing more: a request that grows beyond the length at which it could
-    be computed again gets its bound first (docs/decisions/0042).
+    Nobody is preempted or evicted while the one that asks still runs or has just paused.
+
+    The first request that runs can always finish. Every other one is evicted for it, or has its
+    whole bound booked and ends without needing more: a request that grows beyond the length at
+    which it could be computed again gets its bound first (docs/decisions/0042 and 0047).
     """
 
     cluster: ClusterState
@@ -126,11 +131,22 @@ class Growth:
             return False
         if not self.is_on:
             return True
-        capacity = self.cluster.ledger.capacity_bytes + max(
-            self.borrowing.limit_bytes if len(self.cluster.load_index.arenas) == 1 else 0,
-            self.cluster.ledger.lent.get(arena, 0),
-        )
-        return self.overcommit.fits(entry.id, arena, self._need(entry), capacity)
+        return self.overcommit.fits(entry.id, arena, self._need(entry), self._memory(arena))
+
+    def startable(self, entry: Entry, arena: str, most: int) -> int:
+        """How many requests like a waiting one may start, of ``most``."""
+        if arena in self._short:
+            return 0
+        if not self.is_on:
+            return min(most, self.cluster.ledger.free(arena) // max(1, entry.sizes.peak))
+        return self.overcommit.room(arena, self._need(entry), self._memory(arena), most)
+
+    def _memory(self, arena: str) -> int:
+        """Bytes that requests may use in an arena, with those that the prefix cache would lend."""
+        ledger = self.cluster.ledger
+        is_alone = len(self.cluster.load_index.arenas) == 1
+        lendable = self.borrowing.limit_bytes if is_alone else 0
+        return ledger.capacity_bytes + max(lendable, ledger.lent.get(arena, 0))
 
     def started(self, entry: Entry) -> None:
         """A request was booked."""
@@ -159,8 +175,10 @@ class Growth:
         """The pages of a compressed prompt are complete, and the raw ones are free."""
         self.cluster.ledger.hold(entry.id, entry.sizes.compressed)
         booking = entry.booking
-        if booking is not None and not booking.is_fixed:
-            self.cluster.ledger.bind(entry.id, booking.bound.grown)
+        if booking is not None:
+            booking.is_encoded = True
+            if not booking.is_fixed:
+                self.cluster.ledger.bind(entry.id, booking.bound.grown)
         self._count(entry)
 
     def fetched(self, entry: Entry) -> None:
@@ -206,6 +224,8 @@ class Growth:
             return
         self.bookings.note(booking, message.tokens, held, self._shared(entry))
         booking.lacks, booking.asks = message.wanted * page_bytes, True
+        if message.wanted or message.tokens >= booking.limit_tokens:
+            booking.paused_at = min(booking.paused_at, now)
         self._asking[entry.id] = entry
 
     def run(self, now: float) -> None:
@@ -278,7 +298,7 @@ class Growth:
         self._resize(entry, grown)
         ledger.bind(entry.id, max(grown, booking.bound.grown))
         del self._asking[entry.id]
-        booking.asks, booking.lacks = False, 0
+        booking.asks, booking.lacks, booking.paused_at = False, 0, inf
         self.cluster.counters["growth:booked"] += 1
         self.limit_again(entry)
         self._count(entry)
@@ -295,8 +315,13 @@ class Growth:
     # ---------------------------------------------------------------- shortage
 
     def _make_room(self, entry: Entry, short: int, now: float) -> None:
-        """Have prefixes lent, requests lowered, or ones younger than ``entry`` preempted."""
+        """Have prefixes lent, requests lowered, or ones younger than ``entry`` preempted.
+
+        None is preempted while ``entry`` still runs, or soon after it paused.
+        """
         self.short_bytes = max(self.short_bytes, short)
+        booking = entry.booking
+        assert booking is not None
         if self.borrowing.may_lend(short, now):
             return
         arena = entry.placement.final_arena
@@ -304,7 +329,8 @@ class Growth:
         if left <= 0 or self.lowering.make_room(arena, left, now):
             return
         is_late = now - self._short_since.get(arena, now) > ENCODING_S
-        if is_late or left > self._encoding_frees(arena):
+        is_paused = now - booking.paused_at >= MAX_PAUSE_S
+        if is_paused and (is_late or left > self._encoding_frees(arena)):
             self._preempt_for(entry, short, now)
 
     def lowered(self, message: Lowered, sender: str, now: float) -> None:
@@ -334,26 +360,32 @@ class Growth:
     ) -> None:
         """Let the youngest wait with its pages, if that frees ``short`` bytes; or evict some.
 
-        Only if no other one waits so already: else more and more memory would serve nobody.
+        It waits only if no other one waits so already: else more and more memory would serve
+        nobody. If all together do not free enough, they run on as long as any request does.
         """
-        youngest = next(iter(victims), None)
-        if youngest is None:
+        first = next(iter(victims), None)
+        if first is None:
             return
         may_keep = keeps_pages and all(one.state is State.DECODING for one in victims)
-        if may_keep and self._unused(youngest) >= short:
-            self._preempt(youngest)
+        if may_keep and self._unused(first) >= short:
+            self._preempt(first)
             return
-        waiting = [one for one in victims if one.state is State.WAITING]
-        running = [one for one in victims if one.state is State.DECODING]
-        for victim in (*waiting, *running):
+        arena, booked_in = first.placement.final_arena, self.cluster.ledger.booked_in
+        if sum(booked_in(one.id, arena) for one in victims) < short and self._goes_on(arena):
+            return
+        for victim in victims:
             if short <= 0:
                 return
             short -= self._evict(victim, now)
 
     def _victims(self, entry: Entry) -> list[Entry]:
-        """Requests of the same arena that may be preempted for ``entry``, the youngest first."""
+        """Requests of the same arena that may be preempted for ``entry``, in this order.
+
+        The younger ones, those that wait with their pages first; then older ones that wait so: they
+        may wait for the memory that ``entry`` has.
+        """
         requests, arena = self.cluster.requests, entry.placement.final_arena
-        found = [
+        running = [
             one
             for one in requests.in_state(State.DECODING)
             if one.placement.final_arena == arena
@@ -362,14 +394,27 @@ class Growth:
             and not self.lowering.is_pending(one)
             and can_move(one)
             and self.can_evict(one)
+            and _age(one) > _age(entry)
         ]
-        found += [
+        waiting = [
             one
             for one in requests.in_state(State.WAITING)
             if one.waits_with_pages and one.placement.final_arena == arena and self.can_evict(one)
         ]
-        younger = [one for one in found if _age(one) > _age(entry)]
-        return sorted(younger, key=_age, reverse=True)
+        running.sort(key=_age, reverse=True)
+        waiting.sort(key=_age, reverse=True)
+        younger = [one for one in waiting if _age(one) > _age(entry)]
+        return [*younger, *running, *waiting[len(younger) :]]
+
+    def _goes_on(self, arena: str) -> bool:
+        """Whether a request of an arena runs or is prefilled, so that it ends or asks for more."""
+        bookings = (
+            one.booking
+            for state in (State.PREFILLING, State.COMPRESSING, State.ENCODING, State.DECODING)
+            for one in self.cluster.requests.in_state(state)
+            if one.placement.final_arena == arena
+        )
+        return any(one is None or one.paused_at == inf for one in bookings)
 
     def _coming_to(self, arena: str) -> int:
         """Bytes of an arena that requests which leave or are preempted will free."""
@@ -466,11 +511,13 @@ class Growth:
         if booking is None or booking.is_fixed:
             return
         self.cluster.ledger.hold(entry.id, kept)
-        booking.asks, booking.lacks, booking.is_whole = False, 0, False
+        booking.asks, booking.lacks, booking.paused_at = False, 0, inf
+        booking.is_whole = False
         booking.tokens, booking.held = tokens, kept
         self._resize(entry, self.bookings.grown(booking, self._shared(entry)))
         if self.is_on:
-            self.overcommit.put(entry.id, entry.placement.final_arena, Need.constant(kept))
+            need = Need.constant(kept, self.overcommit.capacity_bytes)
+            self.overcommit.put(entry.id, entry.placement.final_arena, need)
 
     def resumed(self, entry: Entry) -> None:
         """A request goes on in a decode worker."""
@@ -488,8 +535,8 @@ class Growth:
     def _need(self, entry: Entry) -> Need:
         booking = entry.booking
         if booking is None:
-            return Need.constant(entry.sizes.grown)
-        return self.bookings.need(booking, entry.sizes.grown)
+            return Need.constant(entry.sizes.grown, self.overcommit.capacity_bytes)
+        return self.bookings.need(booking, entry.sizes)
 
     def _count(self, entry: Entry) -> None:
         """Count what a started request will need."""

@@ -1,8 +1,7 @@
 """Schedules: batch sizes of the three stages, fixed, adaptive or continuous."""
 
 import re
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 from triptych.core.errors import ConfigError
 from triptych.router.policies.batching import BatchPolicy, fcfs, greedy_by_memory
@@ -13,8 +12,6 @@ STATIC = "static:"
 STATIC_WAIT_S = 0.5
 """Time after which a static schedule dispatches a batch that is not full."""
 LARGEST_BATCH = 64
-SHORT_OF_MEMORY = 0.1
-"""Share of free bytes below which batches get smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +52,7 @@ class Schedule:
     decode: Gate = Gate()
     """With ``most``, a decode batch runs to its end before another one joins."""
     is_adaptive: bool = False
-    """Whether batch sizes follow the queue and free memory."""
+    """Whether batch sizes follow the queue and forecasts of memory (``batch_sizes``)."""
 
     def __call__(self, queue: QueueView, budget: Budget) -> list[Waiting]:
         """Call the policy, so that a schedule can be used as a policy."""
@@ -79,16 +76,6 @@ class Schedule:
         """
         return worker_slots if self.decode.most is None else 2 * self.decode.most
 
-    def adjusted(self, waiting: int, prefilled: int, free_share: float) -> Self:
-        """The schedule of the next round: the paper's ADJUSTBATCH, which it does not spell out."""
-        if not self.is_adaptive:
-            return self
-        x = adjust(self.prefill.most or 1, waiting, free_share)
-        y = adjust(self.compress.most or 1, prefilled, free_share)
-        if (x, y) == (self.prefill.most, self.compress.most):
-            return self
-        return replace(self, prefill=Gate(most=x), compress=Gate(most=y))
-
     def check(self, decode_slots: int, name: str) -> None:
         """Raise ConfigError if decode workers cannot hold a whole batch."""
         size = self.decode.most
@@ -99,19 +86,52 @@ class Schedule:
             )
 
 
-def adjust(size: int, queue: int, free_share: float) -> int:
-    """The next batch size of a stage with ``queue`` requests before it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoad:
+    """What waits before each stage, and what memory allows."""
 
-    Doubles while twice as many wait, halves while fewer than half of it do, or while memory is
-    short. In between it stands still, so a load that does not change is met in log2 steps and
-    the size does not swing.
+    waiting: int
+    """Requests that have not started."""
+    startable: int
+    """Requests that fit into memory beside those that run, by the forecasts of their bytes and
+    lengths."""
+    prefilled: int
+    """Prompts that wait for a compressor."""
+    started: int
+    """Requests that have started and have not ended."""
+    prefill_workers: int = 1
+    compressors: int = 1
 
-    >>> adjust(4, 8, 0.5), adjust(4, 7, 0.5), adjust(4, 1, 0.5), adjust(4, 99, 0.05)
-    (8, 4, 2, 2)
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """FastCache's X, Y and Z: the largest batches of the stages."""
+
+    prefill: int
+    compress: int
+    decode: int
+    """Requests that decode at once, or will."""
+
+
+def batch_sizes(load: StageLoad) -> BatchSizes:
+    """The batch sizes of the next round: the paper's ADJUSTBATCH, which it does not spell out.
+
+    Waiting requests that memory has room for are divided among the prefill workers, and prompts
+    among the compressors, so none is idle while another has a queue. As many requests decode as
+    fit.
+
+    >>> batch_sizes(StageLoad(waiting=9, startable=6, prefilled=3, started=20, prefill_workers=2))
+    BatchSizes(prefill=3, compress=3, decode=26)
     """
-    if free_share < SHORT_OF_MEMORY or 2 * queue < size:
-        return max(1, size // 2)
-    return min(LARGEST_BATCH, 2 * size) if queue >= 2 * size else size
+    return BatchSizes(
+        prefill=_divided(min(load.waiting, load.startable), load.prefill_workers),
+        compress=_divided(load.prefilled, load.compressors),
+        decode=max(1, load.started + load.startable),
+    )
+
+
+def _divided(requests: int, workers: int) -> int:
+    return min(LARGEST_BATCH, max(1, -(-requests // max(1, workers))))
 
 
 def static_schedule(name: str) -> Schedule:
@@ -139,7 +159,7 @@ DYNAMIC = Schedule(
     compress=Gate(most=1),
     is_adaptive=True,
 )
-"""Greedy by memory, in batches whose sizes follow the load: FastCache's dynamic schedule.
+"""Greedy by memory, in batches whose sizes follow load and forecasts: FastCache's dynamic schedule.
 
 An idle worker gets a batch at once, so no request waits for others at a low rate.
 

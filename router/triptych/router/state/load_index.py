@@ -193,6 +193,10 @@ class LoadIndex:
         """Whether there is any worker of a stage, full or not."""
         return any(stage in registration.stages for registration in self._workers.values())
 
+    def workers_of(self, stage: Literal["prefill", "compress"]) -> int:
+        """Number of prefill workers or compressors, including full ones."""
+        return (self.prefill_arenas if stage == "prefill" else self._compressors).total()
+
     def has_compressor(self, arena: str) -> bool:
         """Whether any compressor stores in an arena, full or not."""
         return self._compressors[arena] > 0

@@ -1,5 +1,6 @@
 """Lengths of answers, learned from synthetic ones whose distribution is known."""
 
+from bisect import bisect_left
 from itertools import pairwise
 from math import exp
 from random import Random
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.router.models.output_length import MOST_TENANTS, OutputLengths
+from triptych.router.models.output_length import EDGES, MOST_TENANTS, PRIOR, Hazards, OutputLengths
 
 AHEAD = (24, 64, 128, 256, 512, 1024, 2048, 4096)
 NEVER = 1 << 30
@@ -31,13 +32,34 @@ def drawn(count: int, *, median: float = 400.0, spread: float = 0.6, seed: int =
     return [max(1, round(median * exp(draw.gauss(0.0, spread)))) for _ in range(count)]
 
 
-def test_before_anything_was_seen_answers_are_as_long_as_in_chats() -> None:
+def quantiles(lengths: OutputLengths) -> list[int]:
+    return [lengths.quantile("", 0, NEVER, share) for share in (0.1, 0.5, 0.9, 0.99)]
+
+
+CHATS = [55, 200, 720, 2050]
+"""Quantiles of answers."""
+
+
+def test_before_anything_was_seen_answers_are_taken_to_be_longer_than_in_chats() -> None:
+    found = quantiles(OutputLengths())
+    assert found == pytest.approx([1.5 * tokens for tokens in CHATS], rel=0.07)
+
+
+def test_the_prior_is_that_of_chats() -> None:
+    hazards = Hazards()
+    hazards.renew(PRIOR)
+    assert hazards.shares == pytest.approx(PRIOR)
+    before = [1.0]
+    for share in PRIOR:
+        before.append(before[-1] * (1.0 - share))
+    at = bisect_left(EDGES, 724)
+    assert before[at] == pytest.approx(0.1, rel=0.02)
+
+
+def test_forecasts_are_hardly_cautious_once_enough_was_seen() -> None:
     lengths = OutputLengths()
-    shares = (0.1, 0.5, 0.9, 0.99)
-    found = [lengths.quantile("", 0, NEVER, share) for share in shares]
-    assert found == pytest.approx([55, 200, 720, 2050], rel=0.05)
-    mean = sum(lengths.survival("", 0, NEVER, range(8192)))
-    assert mean == pytest.approx(330, rel=0.1)
+    learn(lengths, drawn(1500, median=200, spread=1.0))
+    assert quantiles(lengths)[:3] == pytest.approx([1.1 * t for t in CHATS[:3]], rel=0.15)
 
 
 @pytest.mark.parametrize("written", [0, 100, 600])

@@ -22,6 +22,7 @@ from triptych.core.messages import (
     Slo,
 )
 from triptych.router.models.booking import tokens_ahead
+from triptych.router.passes.growth import MAX_PAUSE_S
 
 PAGE = MODEL.plan.page_bytes
 PROMPT, MOST, LONG = 50, 4000, 150
@@ -53,7 +54,12 @@ def ask(driver: Driver, name: str, tokens: int, pages: int, wanted: int = 0) -> 
 
 
 def ask_in_vain(driver: Driver, name: str) -> list[Send]:
-    """Its pages are full, and it needs more than are left."""
+    """Its pages are full, it needs more than are left, and it has paused for long enough."""
+    assert not found(ask_and_pause(driver, name), PageLimit)
+    return driver.tick(MAX_PAUSE_S)
+
+
+def ask_and_pause(driver: Driver, name: str) -> list[Send]:
     return ask(driver, name, 60, explained(driver, name)[1] // PAGE, wanted=6)
 
 
@@ -146,6 +152,21 @@ def test_the_youngest_is_evicted_for_the_oldest_and_computed_again() -> None:
     assert prefill.output_tokens == (7, 8, 9)
     assert driver.count("recomputed") == driver.count("growth:evicted") == 1
     assert not driver.count("failed")
+
+
+def test_nobody_is_preempted_for_a_request_that_can_still_run_or_has_just_paused() -> None:
+    driver = short()
+    driver.router._cluster.ledger.capacity_bytes = driver.booked
+    pages = explained(driver, "old")[1] // PAGE
+    assert ask(driver, "old", 60, pages) == []
+    assert driver.tick(2 * MAX_PAUSE_S) == []
+    assert ask(driver, "old", 62, pages, wanted=6) == []
+    assert driver.tick(MAX_PAUSE_S / 2) == []
+    sends = driver.on(Finished(request="young", tokens=LONG), "D")
+    [limit] = found(sends, PageLimit)
+    assert isinstance(limit, PageLimit)
+    assert limit.request == "old"
+    assert driver.count("growth:evicted") == driver.count("growth:preempted") == 0
 
 
 def test_the_youngest_waits_for_older_ones_and_goes_on() -> None:
@@ -268,3 +289,16 @@ def test_requests_that_only_wait_with_pages_make_room_for_each_other() -> None:
     sends = [*sends, *driver.tick(0.5)]
     moved = found(sends, Evict) or found(sends, Join)
     assert moved
+
+
+def test_a_request_that_waits_with_its_pages_does_not_block_a_younger_one_for_ever() -> None:
+    """The younger one started meanwhile, and each waits for the memory of the other."""
+    driver = short()
+    old = driver.router._cluster.requests["old"]
+    old.is_preempt_sent = old.is_preempted = True
+    driver.router._growth.overcommit.fits = lambda *_: False  # type: ignore[method-assign]
+    kept = replace(handle("old", "kept"), tokens=60)
+    driver.on(Preempted(request="old", output_tokens=(7,), handle=kept), "D")
+    assert (driver.state("old"), driver.state("young")) == ("waiting", "decoding")
+    driver.router._cluster.ledger.capacity_bytes = driver.booked
+    assert ask_in_vain(driver, "young") == [Send("D", Evict(request="old", number=1))]

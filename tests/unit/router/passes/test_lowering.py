@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.router.driver import MODEL, POLICY, Driver, request
-from tests.unit.router.passes.test_growth import ask_in_vain, explained, found
+from tests.unit.router.passes.test_growth import ask_and_pause, explained, found
 from triptych.core.messages import (
     Evict,
     Floor,
@@ -20,6 +20,7 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.router.models.booking import tokens_ahead
+from triptych.router.passes.growth import MAX_PAUSE_S
 from triptych.router.passes.lowering import requests_to_lower
 
 PLAN: PagePlan = replace(MODEL.plan, policy=replace(POLICY, low_format="k4v2"))
@@ -79,7 +80,7 @@ def test_few_requests_free_what_is_short(sizes: list[int], short: int) -> None:
 def test_a_request_is_lowered_before_any_is_evicted_and_its_booking_shrinks() -> None:
     driver = short()
     assert (driver.state("old"), driver.state("young")) == ("decoding", "decoding")
-    sends = ask_in_vain(driver, "old")
+    sends = ask_and_pause(driver, "old")
     [lower] = found(sends, Lower)
     assert sends == [Send("D", lower)]
     assert isinstance(lower, Lower)
@@ -110,14 +111,15 @@ def test_some_are_never_lowered(why: str) -> None:
     floor: Floor = "high" if why == "floor" else "low"
     plan = MODEL.plan if why == "uniform" else PLAN
     driver = short(floor, plan, booking="bounds" if why == "bounds" else "forecast")
-    sends = ask_in_vain(driver, "old")
+    assert not found(ask_and_pause(driver, "old"), Lower)
+    sends = driver.tick(MAX_PAUSE_S)
     assert not found(sends, Lower)
     assert bool(found(sends, Evict)) == (why != "bounds")
 
 
 def test_the_youngest_is_evicted_once_nobody_can_be_lowered() -> None:
     driver = short()
-    sends = ask_in_vain(driver, "old")
+    sends = ask_and_pause(driver, "old")
     for _ in range(9):
         lowers = found(sends, Lower)
         if not lowers:
@@ -126,13 +128,14 @@ def test_the_youngest_is_evicted_once_nobody_can_be_lowered() -> None:
         assert isinstance(lower, Lower)
         driver.now += 0.1
         sends = driver.on(Lowered(request=lower.request, number=lower.number), "D")
+    sends = driver.tick(MAX_PAUSE_S)
     assert found(sends, Evict) == [Evict(request="young", number=1)]
     assert driver.count("growth:lowered") == 0
 
 
 def test_an_answer_counts_once_and_only_from_the_worker_that_was_told() -> None:
     driver = short()
-    [lower] = found(ask_in_vain(driver, "old"), Lower)
+    [lower] = found(ask_and_pause(driver, "old"), Lower)
     assert isinstance(lower, Lower)
     name = lower.request
     before = explained(driver, name)
@@ -150,7 +153,7 @@ def test_an_answer_counts_once_and_only_from_the_worker_that_was_told() -> None:
 
 def test_nobody_waits_for_the_answer_of_a_worker_that_died() -> None:
     driver = short()
-    [lower] = found(ask_in_vain(driver, "old"), Lower)
+    [lower] = found(ask_and_pause(driver, "old"), Lower)
     assert isinstance(lower, Lower)
     driver.router.lost("D", driver.now)
     assert {driver.state("old"), driver.state("young")} == {"orphaned"}
@@ -164,7 +167,7 @@ def test_nobody_waits_for_the_answer_of_a_worker_that_died() -> None:
 
 def test_the_next_worker_learns_how_many_tokens_were_lowered() -> None:
     driver = short()
-    [lower] = found(ask_in_vain(driver, "old"), Lower)
+    [lower] = found(ask_and_pause(driver, "old"), Lower)
     assert isinstance(lower, Lower)
     driver.on(lowered(lower.request), "D")
     entry = driver.router._cluster.requests[lower.request]

@@ -1,4 +1,6 @@
-"""Batches: when they go, how large they are, and that sizes settle."""
+"""Batches: when they go, and how large they are."""
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 
 from triptych.core.errors import ConfigError
 from triptych.router.plugins import schedule_named
-from triptych.router.policies.batch_gates import LARGEST_BATCH, Gate, adjust
+from triptych.router.policies.batch_gates import LARGEST_BATCH, Gate, StageLoad, batch_sizes
 
 COUNTS = st.integers(0, 100)
 
@@ -19,23 +21,33 @@ def test_a_batch_goes_if_and_only_if_it_is_large_enough_or_has_waited(
     assert opens == (count >= least or (count >= 1 and waited_s >= wait_s))
 
 
-@given(start=st.integers(1, LARGEST_BATCH), queue=st.integers(0, 500), free=st.floats(0.1, 1.0))
-def test_sizes_meet_a_step_in_the_load_within_ten_rounds_and_then_stand_still(
-    start: int, queue: int, free: float
-) -> None:
-    sizes = [start]
-    for _ in range(20):
-        sizes.append(adjust(sizes[-1], queue, free))
-    assert len(set(sizes[10:])) == 1
-    assert sizes == sorted(sizes) or sizes == sorted(sizes, reverse=True)  # it never swings
-    last = sizes[-1]
-    assert last == 1 or 2 * queue >= last
-    assert last == LARGEST_BATCH or queue < 2 * last
+LOADS = st.builds(
+    StageLoad,
+    waiting=COUNTS,
+    startable=COUNTS,
+    prefilled=COUNTS,
+    started=COUNTS,
+    prefill_workers=st.integers(0, 9),
+    compressors=st.integers(0, 9),
+)
 
 
-@given(start=st.integers(1, LARGEST_BATCH), queue=COUNTS)
-def test_sizes_shrink_while_memory_is_short(start: int, queue: int) -> None:
-    assert adjust(start, queue, 0.05) == max(1, start // 2)
+@given(LOADS)
+def test_sizes_are_what_memory_and_queues_allow(load: StageLoad) -> None:
+    sizes = batch_sizes(load)
+    assert 1 <= sizes.prefill <= LARGEST_BATCH
+    assert 1 <= sizes.compress <= LARGEST_BATCH
+    assert sizes.prefill == 1 or sizes.prefill <= min(load.waiting, load.startable)
+    all_workers = sizes.prefill * max(1, load.prefill_workers)
+    assert sizes.prefill == LARGEST_BATCH or all_workers >= min(load.waiting, load.startable)
+    assert sizes.decode >= max(1, load.started)
+
+
+@given(LOADS, st.integers(0, 50))
+def test_more_memory_makes_no_batch_smaller(load: StageLoad, more: int) -> None:
+    before, after = batch_sizes(load), batch_sizes(replace(load, startable=load.startable + more))
+    assert before.prefill <= after.prefill
+    assert before.decode <= after.decode
 
 
 def test_a_static_schedule_has_the_sizes_of_its_name() -> None:
@@ -54,11 +66,3 @@ def test_a_batch_that_no_decode_worker_holds_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"batches of 8 .*max_num_seqs=4"):
         schedule_named("static:p1c1d8", decode_slots=4)
     assert schedule_named("static:p1c1d8", decode_slots=8)
-
-
-def test_only_an_adaptive_schedule_changes() -> None:
-    fixed, dynamic = schedule_named("static:p1c1d8"), schedule_named("dynamic")
-    assert fixed.adjusted(99, 99, 1.0) is fixed
-    grown = dynamic.adjusted(99, 0, 1.0)
-    assert (grown.prefill.most, grown.compress.most) == (2, 1)
-    assert grown.adjusted(3, 1, 1.0) is grown

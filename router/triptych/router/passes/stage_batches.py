@@ -1,9 +1,16 @@
 """Dispatch in batches of given sizes: FastCache's static baselines and dynamic schedule."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from triptych.router.passes.dispatch import Dispatch
+from triptych.router.policies.batch_gates import (
+    LARGEST_BATCH,
+    BatchSizes,
+    Gate,
+    StageLoad,
+    batch_sizes,
+)
 from triptych.router.policies.placement import Choice
 from triptych.router.snapshot import HeldBy
 from triptych.router.state.request_table import Entry, State
@@ -128,3 +135,48 @@ class StaticBatchDispatch(Dispatch):
         if self._final_arena(entry, arena, now) is None:
             return None, "no_bytes"
         return Choice(self._batch_worker, "its_batch"), ""
+
+
+@dataclass
+class AdaptiveBatchDispatch(StaticBatchDispatch):
+    """Dispatch in batches whose sizes follow forecasts (``Schedule.is_adaptive``).
+
+    Decode is continuous; its batch size limits how many requests start.
+
+    Source: FastCache, section 3.3 (dynamic multi-stage batching)
+    """
+
+    sizes: BatchSizes = field(default=BatchSizes(1, 1, 1), init=False)
+
+    def run(self, now: float) -> None:
+        requests = self.cluster.requests
+        if requests.has_any((State.WAITING, State.PREFILLED)):
+            self.sizes = batch_sizes(self._load(now))
+            self.schedule = replace(
+                self.schedule,
+                prefill=Gate(most=self.sizes.prefill),
+                compress=Gate(most=self.sizes.compress),
+            )
+        super().run(now)
+
+    def _load(self, now: float) -> StageLoad:
+        requests, load_index = self.cluster.requests, self.cluster.load_index
+        first = next(requests.queue.at(now).smallest_first(), None)
+        arena = load_index.most_free_arena()
+        waiting, startable = requests.count(State.WAITING), 0
+        if first is not None and arena is not None:
+            most = min(waiting, LARGEST_BATCH)
+            startable = self.growth.startable(requests[first.id], arena, most)
+        return StageLoad(
+            waiting=waiting,
+            startable=startable,
+            prefilled=requests.count(State.PREFILLED),
+            started=requests.in_work,
+            prefill_workers=load_index.workers_of("prefill"),
+            compressors=load_index.workers_of("compress"),
+        )
+
+    def _blocked_by_workers(self) -> HeldBy:
+        if blocked_reason := super()._blocked_by_workers():
+            return blocked_reason
+        return "" if self.cluster.requests.in_work < self.sizes.decode else "no_bytes"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -464,6 +466,25 @@ def test_n_choices_and_logprobs(client: openai.OpenAI) -> None:
         assert choice.logprobs.content is not None
         assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
         assert all(entry.logprob <= 0 for entry in choice.logprobs.content)
+
+
+def test_the_choices_of_a_request_compute_their_prompt_once(
+    server: Any, client: openai.OpenAI
+) -> None:
+    def counts() -> list[float]:
+        with suppress(LookupError):  # before the first decision there are none
+            found = server.metrics("triptych_router_decisions")
+            reasons = ("placement:equal_prompt", "shared_prompt:tokens")
+            return [found.get(f'reason="{reason}"', 0.0) for reason in reasons]
+        return [0.0, 0.0]
+
+    prompt, (joined, shared) = random.Random(46).choices(range(1000, 40_000), k=600), counts()
+    asked: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": 6, "seed": 4}
+    answer = client.completions.create(**asked, n=8)
+    assert len({choice.text for choice in answer.choices}) > 1
+    server.wait_until(lambda: counts() == [joined + 7, shared + 7 * len(prompt)], 10)
+    alone = client.completions.create(**asked)
+    assert alone.choices[0].text == answer.choices[0].text
 
 
 async def test_sixteen_at_once(server: Any) -> None:

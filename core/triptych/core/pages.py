@@ -192,13 +192,15 @@ class PagePlan:
 
         ``tokens``: length of the prompt. The tokens behind the sink leave if they are older than
         the window and fill high pages, or so much of the last one that it takes no more bytes
-        than they do in recent pages.
+        than they do in recent pages. Behind fixed pages, which end with a block, pages are filled
+        from there on.
         """
         if not self.compresses:
             return 0
         ready = max(0, tokens - self.sink_tokens - self.policy.window_tokens)
-        rest = ready % self.high.tokens
-        return ready if rest >= self.retire_tokens else ready - rest
+        has_blocks = self.has_fixed_pages and self.sink_tokens + ready >= self.block_tokens
+        rest = (ready + self.sink_shift * has_blocks) % self.high.tokens
+        return ready if rest >= self.retire_tokens else max(0, ready - rest)
 
     def recent_pages(self, tokens: int) -> int:
         """Most recent pages of a head row of ``tokens`` tokens after compression."""
@@ -285,15 +287,33 @@ class PagePlan:
     def fixed_span(self, block_tokens: int, tokens: int) -> range:
         """The tokens in fixed pages, of a sequence of ``tokens`` tokens after prefill.
 
-        These are whole blocks of its first ``block_tokens`` tokens. Blocks with tokens of the sink
-        or of the window are not among them, since those tokens are in recent pages.
+        These are whole blocks of its first ``block_tokens`` tokens, without the sink, which is in
+        recent pages. Blocks with tokens of the window are not among them.
         """
         size = self.block_tokens
-        first = -(-self.sink_tokens // size)
         behind = self.sink_tokens + self.leaving_tokens(tokens)
-        last = min(block_tokens, behind) // size
-        is_any = self.has_fixed_pages and first < last
-        return range(first * size, last * size) if is_any else range(0)
+        last = min(block_tokens, behind) // size * size
+        is_any = self.has_fixed_pages and self.fixed_start < last
+        return range(self.fixed_start, last) if is_any else range(0)
+
+    @property
+    def fixed_start(self) -> int:
+        """The first token that may be in a fixed page: the one behind the sink.
+
+        The high page of a block with the end of the sink holds that behind its other tokens, so a
+        request reads the page up to it. If it saves no page, the page is not shared.
+        """
+        in_page = self.sink_tokens % self.high.tokens
+        return self.sink_tokens + (-in_page % self.high.tokens if not self.sink_shift else 0)
+
+    @property
+    def sink_shift(self) -> int:
+        """Tokens of the sink in the high page of a block that holds other tokens in front of them.
+
+        0: there is no such page.
+        """
+        in_page = self.sink_tokens % self.high.tokens
+        return in_page if self.compresses and in_page <= self.retire_tokens else 0
 
     @property
     def prefix_blocks(self) -> int:

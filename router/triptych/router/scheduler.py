@@ -67,11 +67,12 @@ from triptych.router.plugins import PLACEMENT_POLICIES, schedule_named
 from triptych.router.policies.batch_gates import Schedule
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.queue.waiting_queue import due_s
-from triptych.router.snapshot import Explanation, Memory, RouterSnapshot
+from triptych.router.snapshot import Explanation, HeldBy, Memory, RouterSnapshot
 from triptych.router.state.byte_ledger import lines_after_encoding, lines_before_encoding
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.history import RequestTrace
 from triptych.router.state.request_table import Entry, Requests, State
+from triptych.router.state.shared_prompts import SharedPrompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,9 @@ SHOWN = 256
 """Default number of request traces that ``Scheduler.traces`` returns."""
 MISSED_TICK_S = 2.0
 """Time between two ticks after which the router process itself must have been paused."""
+
+TOGETHER_S = 0.1
+"""Longest time between the prefill messages of requests whose prompt was computed once."""
 
 NEEDED_IN: dict[Stage, tuple[State, ...]] = {
     "prefill": (State.WAITING,),
@@ -165,8 +169,12 @@ class Scheduler:
             Overcommit(config.overcommit_risk, capacity_bytes),
             is_on=config.booking == "forecast" and may_interrupt,
         )
+        keeps_prefixes = plan.prefix_bytes > 0
+        # The baselines of the paper keep their batches as they are.
+        block_tokens = plan.block_tokens if keeps_prefixes and may_interrupt else 0
+        self._shared = SharedPrompts(block_tokens, PrefixMap(plan.prefix_blocks))
         self._dispatch = _dispatch_for(batches)(
-            cluster, batches, config, placer, self._growth, plan.prefix_bytes > 0
+            cluster, batches, config, placer, self._growth, self._shared, keeps_prefixes
         )
         self._migration = Migration(cluster, config.rebalance_requests if may_interrupt else 0)
         self._roles = Roles(cluster, config.roles == "dynamic" and may_interrupt)
@@ -490,6 +498,7 @@ class Scheduler:
             entry.transfer.token_s, entry.transfer.first_token_at = message.token_s, now
             entry.transfer.concurrency_s = self._cluster.latency.concurrency_s
             entry.transfer.hit_tokens = message.cached_tokens
+            self._record_shared(entry, now)
             self._cluster.latency.record_prefill(
                 now - entry.since, entry.placement.ahead_tokens, now
             )
@@ -500,11 +509,27 @@ class Scheduler:
             self._cluster.requests.history.cached(entry.id, message.cached_tokens)
             self._cluster.requests.move(entry, State.PREFILLED, now)
 
+    def _record_shared(self, entry: Entry, now: float) -> None:
+        """Count the tokens of a prompt that another request computed for this one.
+
+        A request that reached its worker after the last step of an equal prompt computed its own.
+        """
+        self._shared.prefilled(entry)
+        hit, shared = entry.transfer.hit_tokens, entry.placement.shared_tokens
+        tokens = min(hit, shared)
+        if entry.placement.equal_to:
+            other = self._cluster.requests.get(entry.placement.equal_to)
+            is_together = other is None or now - other.since < TOGETHER_S
+            tokens = (shared - hit) * is_together
+        if tokens > 0:
+            self._cluster.counters["shared_prompt:tokens"] += tokens
+
     def _planned(self, message: Planned, sender: str, now: float) -> None:
         entry = self._expect(message.request, sender, State.COMPRESSING, "stray_planned")
         if entry is None:
             return
         entry.transfer.source_worker = ""
+        self._shared.is_published(entry)
         page_bytes, ledger = self._model.plan.page_bytes, self._cluster.ledger
         own, shared = (max(0, pages) * page_bytes for pages in (message.pages, message.shared))
         self._growth.planned(entry, own, shared)
@@ -718,8 +743,14 @@ class Scheduler:
             held_bytes=self._cluster.ledger.held_of(request),
             booked_bytes=self._cluster.ledger.booked_by(request),
             bound_bytes=self._cluster.ledger.bound_of(request),
-            blocked_reason=self._dispatch.blocked_reason if entry.state is State.WAITING else "",
+            blocked_reason=self._blocked_reason(entry),
+            waits_for=entry.placement.waits_for.leader if entry.placement.waits_for else "",
         )
+
+    def _blocked_reason(self, entry: Entry) -> HeldBy:
+        if entry.placement.waits_for is not None:
+            return "shared_prompt"
+        return self._dispatch.blocked_reason if entry.state is State.WAITING else ""
 
 
 def _dispatch_for(schedule: Schedule) -> type[Dispatch]:

@@ -71,12 +71,15 @@ HeldBy = Literal[
     "no_decode_slot",
     "no_bytes",
     "gathering",
+    "shared_prompt",
 ]
 """Why the line waits; empty if nobody does.
 
 ``no_compressor``: the first of it is to be encoded layer by layer, and nobody does that now.
 
 ``gathering``: a batch of fixed size is not full yet.
+
+``shared_prompt``: of one request, another one computes blocks of its prompt; the others go on.
 
 ``prefill_busy``: no prefill worker has room, or those that have are silent and so count as full.
 """
@@ -112,7 +115,9 @@ class Explanation:
     bound_bytes: int
     """The most that it may come to hold; 0 while it waits."""
     blocked_reason: HeldBy
-    """For a waiting request: what the queue waits for."""
+    """For a waiting request: what it, or the queue, waits for."""
+    waits_for: str = ""
+    """The request that computes blocks of its prompt, if it waits for these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ class Prompt:
     request: Request
     tokens: int
     due: float
+    equal: list[Request] = field(default_factory=list[Request])
+    """Requests with an equal prompt, for which it is computed too."""
     read: int = 0
     cached: int = 0
     has_begun: bool = False
@@ -120,6 +122,10 @@ class Prompt:
     @property
     def left(self) -> int:
         return self.tokens - self.read
+
+    @property
+    def requests(self) -> list[Request]:
+        return [self.request, *self.equal]
 
 
 @dataclass
@@ -164,8 +170,20 @@ class PrefillSimulation:
             return None
         for one in message.requests:
             due = self._chunks.due(one.known_tokens, one.slo.ttft_s)
-            self._prompts.append(Prompt(one, one.known_tokens, due))
+            equal = self._equal(one)
+            if equal is None:
+                self._prompts.append(Prompt(one, one.known_tokens, due))
+            else:
+                equal.equal.append(one)
+                equal.due = min(equal.due, due)
         return Work(0.0)
+
+    def _equal(self, request: Request) -> Prompt | None:
+        """The prompt that is computed for a request too; without a cache prompts have no tokens."""
+        if self._cache is None:
+            return None
+        key = request.prompt_key
+        return next((one for one in self._prompts if one.request.prompt_key == key), None)
 
     def has_work(self) -> bool:
         return bool(self._prompts)
@@ -181,7 +199,7 @@ class PrefillSimulation:
             if left == 0:
                 break
             if not prompt.has_begun:
-                began.append(prompt.request.id)
+                began += [one.id for one in prompt.requests]
                 copied += self._begin(prompt)
             count = min(left, prompt.left)
             pairs += count * (prompt.read + count / 2)
@@ -196,12 +214,12 @@ class PrefillSimulation:
         # Copying a token back takes about what compressing one takes (70 and 64 ms for 1,024).
         seconds += pairs * costs.prefill_pair_s + copied * costs.compress_token_s
         self._chunks.note(tokens, seconds)
-        names = tuple(prompt.request.id for prompt in done)
-        last = tuple(one.request.id for one in done if not self._left(one.request))
+        ended = [(prompt, request) for prompt in done for request in prompt.requests]
+        last = tuple(one.id for _, one in ended if not self._left(one))
         token_s = seconds / max(1, tokens)
-        sends = [Send(ROUTER, self._prefilled(prompt, token_s)) for prompt in done]
-        first = tuple(one.request.id for one in done if not one.request.output_tokens)
-        output = StepOutput(len(done), first, last) if names else None
+        sends = [Send(ROUTER, self._prefilled(*one, token_s)) for one in ended]
+        first = tuple(one.id for _, one in ended if not one.output_tokens)
+        output = StepOutput(len(ended), first, last) if ended else None
         return Work(seconds, sends, output, tuple(began))
 
     def _begin(self, prompt: Prompt) -> int:
@@ -215,8 +233,7 @@ class PrefillSimulation:
         """Output tokens of a request after the one that its prefill draws."""
         return self._lengths[request.id] - len(request.output_tokens) - 1
 
-    def _prefilled(self, prompt: Prompt, token_s: float) -> Prefilled:
-        request = prompt.request
+    def _prefilled(self, prompt: Prompt, request: Request, token_s: float) -> Prefilled:
         goes_on = self._left(request) > 0
         handle = lease_ref(request.id, prompt.tokens) if goes_on else None
         return Prefilled(

@@ -19,6 +19,8 @@ CLIENTS, ANSWER_TOKENS = 6, 32
 BEGINNING = tuple(random.Random("beginning").choices(range(2, 250), k=128))
 """Two blocks with which the prompts of every second client begin; of these they read the second
 where the cache has it."""
+UNCACHED = tuple(random.Random("uncached").choices(range(2, 250), k=150))
+"""The prompt of two other clients, which a third begins with: one of them computes it for all."""
 TRIES = 8
 """Attempts of a trial: requests migrate at random, so one attempt may not pass the point."""
 SAME_TOKENS = ("prefill", "compress", "decode")
@@ -28,7 +30,7 @@ compressed in other steps, so later tokens can differ."""
 
 
 def requests() -> list[Request]:
-    """Prompts of different lengths, so that no two answers are alike."""
+    """Different prompts or seeds, so that no two answers are alike."""
     sampling = [
         Sampling(
             max_tokens=ANSWER_TOKENS,
@@ -52,10 +54,12 @@ def requests() -> list[Request]:
 
 def prompt(client: int) -> tuple[int, ...]:
     own = tuple(random.Random(client).choices(range(2, 250), k=24 + 10 * client))
-    return BEGINNING + own if is_sharing(client) else own
+    if has_cached_beginning(client):
+        return BEGINNING + own
+    return UNCACHED if client < CLIENTS - 1 else UNCACHED[:128] + own
 
 
-def is_sharing(client: int) -> bool:
+def has_cached_beginning(client: int) -> bool:
     return client % 2 == 0
 
 
@@ -91,7 +95,7 @@ async def concurrent_answers(cluster: Cluster, salt: str, seed: int = 0) -> list
 
     async def ask(client: int, request: Request) -> Answer:
         await asyncio.sleep(luck.uniform(0, 0.05))
-        return await cluster.answer(request, salt if is_sharing(client) else "")
+        return await cluster.answer(request, salt)
 
     return await asyncio.gather(*itertools.starmap(ask, enumerate(requests())))
 
@@ -140,9 +144,7 @@ class Trials:
         passes = {point: cluster.board.passes(point) - before[point] for point in POINTS}
         assert [fate(client, answer) for client, answer in enumerate(whole)] == [""] * CLIENTS
         assert len({tuple(answer.tokens) for answer in whole}) == CLIENTS
-        assert [answer.shared_bytes > 0 for answer in whole] == [
-            is_sharing(client) and not cluster.in_parts for client in range(CLIENTS)
-        ]
+        assert [answer.shared_bytes > 0 for answer in whole] == [not cluster.in_parts] * CLIENTS
         return cls(cluster, whole, passes)
 
     async def run(self, point: Point, seed: int) -> Trial:

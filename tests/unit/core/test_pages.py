@@ -31,9 +31,9 @@ def test_a_block_is_two_high_pages_of_each_head_row() -> None:
 
 def test_what_is_shared_is_whole_blocks_between_sink_and_window() -> None:
     made = plan()
-    assert made.fixed_span(1024, 1056) == range(64, 960), "64 tokens stay in recent pages"
-    assert made.fixed_span(1024, 4096) == range(64, 1024)
-    assert made.fixed_span(64, 4096) == made.fixed_span(1024, 150) == range(0)
+    assert made.fixed_span(1024, 1056) == range(3, 960), "64 tokens stay in recent pages"
+    assert made.fixed_span(1024, 4096) == range(3, 1024)
+    assert made.fixed_span(63, 4096) == made.fixed_span(1024, 120) == range(0)
     for prompt in range(150, 1200, 7):
         span = made.fixed_span(1 << 20, prompt)
         end = made.sink_tokens + made.leaving_tokens(prompt)
@@ -84,12 +84,25 @@ def test_tokens_leave_for_high_pages_that_they_fill_or_pay_for(
     assert stays >= min(tokens, made.sink_tokens + window)
     assert stays < made.full_recent_tokens
     if leaving:
-        last = (leaving - 1) % made.high.tokens + 1
+        end = leaving
+        if made.fixed_span(tokens, tokens):
+            end += made.sink_shift  # pages are filled from the end of the blocks on
+        last = (end - 1) % made.high.tokens + 1
         assert made.recent.pool_pages(made.recent.pages(last)) >= 1
         assert last >= made.retire_tokens
     left = made.full_recent_tokens - made.retire_tokens
     assert left % made.recent.tokens == 0
     assert left >= made.sink_tokens + window
+
+
+@given(st.integers(1, 2000), st.integers(0, 100), st.integers(0, 40))
+def test_fixed_pages_of_its_own_are_within_the_bound(tokens: int, window: int, sink: int) -> None:
+    """A request that the cache refuses takes no more pages than are booked for it."""
+    made = replace(plan(), policy=replace(plan().policy, window_tokens=window, sink_tokens=sink))
+    span, leaving = made.fixed_span(tokens, tokens), made.leaving_tokens(tokens)
+    pages = made.high.pages(len(span)) + made.high.pages(leaving - len(span))
+    assert pages <= made.high.pages(max(0, tokens - made.sink_tokens - window))
+    assert not span or made.sink_tokens <= span.start < made.sink_tokens + made.high.tokens
 
 
 def test_a_quarter_is_for_prefixes_unless_it_holds_too_little() -> None:

@@ -62,6 +62,7 @@ from triptych.router import ByteModel, Scheduler, Timeouts
 from triptych.router.models.overcommit import AHEAD
 from triptych.router.state.cluster_state import worker_loads
 from triptych.router.state.request_table import State
+from triptych.router.state.shared_prompts import IN_WORK
 
 PAGE, SLOTS = 768, 3  # a page as small as this is not divided
 POLICY = Policy(name="uniform:k8v4", high_format="k8v4")
@@ -69,6 +70,7 @@ PLAN = PagePlan(Geometry(layers=6, kv_heads=1, head_dim=64), PAGE, POLICY)
 IN_PARTS = replace(PLAN, chunk_tokens=60, layers_at_once=2)
 LOWERABLE = replace(PLAN, policy=replace(POLICY, low_format="k4v2"))
 """Its bounds are those of two classes. The workers hold less: what one class takes."""
+WITH_CACHE = replace(PLAN, prefix_bytes=1 << 20)
 RAW, STORED = PageLayout(FORMATS["fp16"], 64, PAGE), PageLayout(FORMATS["k8v4"], 64, PAGE)
 CAPACITY = 330 * PLAN.geometry.head_rows * PAGE
 LEASE_S = 4.0
@@ -633,6 +635,18 @@ class GreedyWorld(FakeWorld):
             assert all(self.arrived[name] <= oldest for name in admitted)
 
 
+class SharingWorld(GreedyWorld):
+    """The same; but a request that waits for its prompt lets others go on."""
+
+    def note_admitted(self, admitted: list[str]) -> None:
+        requests = self.router._cluster.requests
+        present = [entry for name in self.waiting if (entry := requests.get(name))]
+        deferred = [entry.id for entry in present if entry.placement.waits_for]
+        self.waiting = [name for name in self.waiting if name not in deferred]
+        super().note_admitted(admitted)
+        self.waiting += deferred
+
+
 class UrgentWorld(FakeWorld):
     """Who is more urgent overtakes others."""
 
@@ -682,6 +696,7 @@ class RouterMachine(RuleBasedStateMachine):
             silent_s=inf,
         )
         kind = GreedyWorld if self.policy in ("greedy_by_memory", "dynamic") else FifoWorld
+        kind = SharingWorld if self.plan.prefix_bytes else kind
         kind = UrgentWorld if any(self.priorities) else kind
         router = Scheduler(config, self.plan, CAPACITY, timeouts)
         self.forecast(router, Random(seed))
@@ -714,22 +729,25 @@ class RouterMachine(RuleBasedStateMachine):
         urgency=st.integers(0, 2),
     )
     def submit(self, prompt: int, new: int, ingress: str, count: int, urgency: int) -> None:
+        for _ in range(count):
+            self.ask((1,) * prompt, new, ingress, self.priorities[urgency])
+
+    def ask(self, prompt: tuple[int, ...], new: int, ingress: str, priority: int) -> None:
         if ingress not in self.world.ingresses:
             return
-        for _ in range(count):
-            name = f"r{len(self.world.requests)}"
-            request = Request(
-                id=name,
-                prompt=(1,) * prompt,
-                sampling=Sampling(max_tokens=self.times * new),
-                reply_to=ingress,
-                priority=self.priorities[urgency],
-                floor="low" if len(self.world.requests) % 4 else "high",
-            )
-            self.world.requests[name] = request
-            self.world.arrived[name] = self.world.now
-            self.world.waiting.append(name)
-            self.world.tell(Submit(request=request), ingress)
+        name = f"r{len(self.world.requests)}"
+        request = Request(
+            id=name,
+            prompt=prompt,
+            sampling=Sampling(max_tokens=self.times * new),
+            reply_to=ingress,
+            priority=priority,
+            floor="low" if len(self.world.requests) % 4 else "high",
+        )
+        self.world.requests[name] = request
+        self.world.arrived[name] = self.world.now
+        self.world.waiting.append(name)
+        self.world.tell(Submit(request=request), ingress)
 
     @rule(seed=st.integers(0, 1 << 16), events=st.integers(1, 30))
     def work_a_little(self, seed: int, events: int) -> None:
@@ -859,11 +877,28 @@ class RouterMachine(RuleBasedStateMachine):
             entry.state not in (State.WAITING, State.LEAVING) and not entry.placement.decode_worker
             for entry in cluster.requests
         )
-        waiting = [entry.id for entry in cluster.requests.in_state(State.WAITING)]
+        waiting = [
+            entry.id
+            for entry in cluster.requests.in_state(State.WAITING)
+            if entry.placement.waits_for is None
+        ]
         queue = [one.id for one in cluster.requests.queue.at(now).in_order()]
         if any(self.priorities) or self.booking == "forecast":
             queue, waiting = sorted(queue), sorted(waiting)
         assert queue == waiting
+
+    @invariant()
+    def a_request_waits_for_a_prompt_only_while_another_one_computes_it(self) -> None:
+        requests, shared = self.world.router._cluster.requests, self.world.router._shared
+        waiting = {entry.id: entry for entry in requests if entry.placement.waits_for is not None}
+        assert shared._waiting == waiting
+        for entry in waiting.values():
+            assert entry.state is State.WAITING
+            assert requests[entry.placement.waits_for.leader].state in IN_WORK
+        assert all(requests[name].state in IN_WORK for name in shared._claims)
+        assert {one.id for one in shared._computing.values()} <= set(shared._claims)
+        assert {one.id for one in shared._blocks.values()} <= set(shared._claims)
+        assert set(shared._equal) <= set(shared._claims)
 
     @invariant()
     def no_more_is_held_than_is_booked(self) -> None:
@@ -1046,6 +1081,41 @@ class ForecastSilentMachine(LyingMachine):
     answers_cancel = False
 
 
+class SharingMachine(RouterMachine):
+    """Prompts begin alike, and a request waits for blocks that another one computes."""
+
+    addresses = ("p0", "c0", "c1", "d0", "d1")
+    plan = WITH_CACHE
+
+    @rule(
+        common=st.integers(20, 150),
+        ends=st.lists(st.integers(0, 12), min_size=2, max_size=5),
+        new=st.integers(1, 60),
+        ingress=st.sampled_from(INGRESSES),
+    )
+    def submit_alike(self, common: int, ends: list[int], new: int, ingress: str) -> None:
+        """Several at once; those with equal ends are equal."""
+        beginning = (1000 + len(self.world.requests),) * common
+        for end in ends:
+            self.ask(beginning + (end,) * end, new, ingress, 0)
+
+
+class SharingUrgentMachine(SharingMachine):
+    priorities = (0, 0, -3)
+
+
+class SharingDynamicMachine(SharingMachine):
+    policy = "dynamic"
+
+
+class SharingLyingMachine(SharingMachine, LyingMachine):
+    addresses = ("p0", "c0", "d0", "d1")
+
+
+class SharingColocatedMachine(SharingMachine, OvercommittingMachine):
+    addresses = ("all0", "all1")
+
+
 LIMITS = settings(
     max_examples=60,
     stateful_step_count=50,
@@ -1090,3 +1160,13 @@ TestForecastColocatedParts = ForecastColocatedPartsMachine.TestCase
 TestForecastColocatedParts.settings = LIMITS
 TestForecastSilent = ForecastSilentMachine.TestCase
 TestForecastSilent.settings = LIMITS
+TestSharing = SharingMachine.TestCase
+TestSharing.settings = LIMITS
+TestSharingUrgent = SharingUrgentMachine.TestCase
+TestSharingUrgent.settings = LIMITS
+TestSharingLying = SharingLyingMachine.TestCase
+TestSharingLying.settings = LIMITS
+TestSharingColocated = SharingColocatedMachine.TestCase
+TestSharingColocated.settings = LIMITS
+TestSharingDynamic = SharingDynamicMachine.TestCase
+TestSharingDynamic.settings = LIMITS

@@ -153,6 +153,11 @@ class Request:
         return len(self.prompt) + len(self.output_tokens) - self.skipped
 
     @property
+    def prompt_key(self) -> tuple[str, int | None, int, tuple[int, ...]]:
+        """What requests have in common for which prefill computes the same keys and values."""
+        return (self.cache_salt, self.cached_at_most, self.known_prompt_tokens, self.known)
+
+    @property
     def is_scored(self) -> bool:
         """Whether log probabilities of its prompt are still to be computed.
 

@@ -35,6 +35,8 @@ class PromptToPlace:
     """TTFT limit of the request, or ``router.affinity_ttft_s`` if it has none."""
     block_tokens: int
     """Tokens of a block of the prefix cache."""
+    keys_were_read: bool = False
+    """Whether a placement policy used ``keys``: then the router records where it is sent."""
     _keys: tuple[bytes, ...] | None = None
 
     @property
@@ -51,13 +53,14 @@ class PromptToPlace:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """Keys of its blocks. If a policy uses them, the router records where it is sent."""
+        """Keys of its blocks, for placement policies."""
+        self.keys_were_read = True
+        return self.block_keys()
+
+    def block_keys(self) -> tuple[bytes, ...]:
+        """Keys of its blocks that may be taken from the prefix cache."""
         if self._keys is None:
             request = self.request
             packed = pack_tokens(request.known[: request.cached_at_most])
             self._keys = block_keys(packed, request.cache_salt, self.block_tokens)
         return self._keys
-
-    @property
-    def keys_were_read(self) -> bool:
-        return self._keys is not None

@@ -7,12 +7,13 @@ from triptych.core.errors import TriptychError
 from triptych.core.messages import Request
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.history import Alternative, Decision
-from triptych.router.state.request_table import Entry
+from triptych.router.state.request_table import Entry, PromptWait
 
 LOOKED_AT = 3
 """Alternative workers that a decision records."""
 
 Step = Literal["prefill", "compress", "decode"]
+NotedStep = Step | Literal["wait", "resume", "lower"]
 
 
 @dataclass
@@ -64,6 +65,10 @@ class DecisionLog:
         self._note(entry, "lower", reason, entry.worker, (), now)
         self.cluster.requests.history.reported(entry.id, entry.transfer.report)
 
+    def waits(self, entry: Entry, wait: PromptWait, now: float) -> None:
+        """A request waits for blocks of its prompt that another request computes."""
+        self._note(entry, "wait", "shared_prompt", wait.leader, (), now)
+
     def refused(self, request: Request, error: TriptychError, now: float) -> None:
         """A request was refused."""
         history, code = self.cluster.requests.history, error.code or "unknown"
@@ -75,7 +80,7 @@ class DecisionLog:
     def _note(
         self,
         entry: Entry,
-        step: Step | Literal["resume", "lower"],
+        step: NotedStep,
         reason: str,
         to: str,
         seen: tuple[Alternative, ...],

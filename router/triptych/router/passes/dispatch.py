@@ -13,7 +13,8 @@ from triptych.router.policies.placement import Choice
 from triptych.router.snapshot import Budget, HeldBy
 from triptych.router.state.byte_ledger import Lines, lines_after_encoding, lines_before_encoding
 from triptych.router.state.cluster_state import ClusterState
-from triptych.router.state.request_table import Entry, State
+from triptych.router.state.request_table import Entry, PromptWait, State
+from triptych.router.state.shared_prompts import SharedPrompts
 
 MOVABLE = (State.ORPHANED, State.COMPRESSED, State.PLANNED, State.PREFILLED, State.WAITING)
 """States in which a request waits for the router, in the order in which they are dispatched."""
@@ -37,6 +38,8 @@ class Dispatch:
     config: RouterConfig
     placer: Placer
     growth: Growth
+    shared: SharedPrompts
+    """Prompts that requests in work compute for others."""
     keeps_prefixes: bool = False
     """Whether the pool has a prefix cache."""
     blocked_reason: HeldBy = ""
@@ -45,6 +48,7 @@ class Dispatch:
 
     def __post_init__(self) -> None:
         self.reasons = DecisionLog(self.cluster)
+        self.cluster.requests.on_end.append(self._ended)
 
     def run(self, now: float) -> None:
         """Dispatch every request that can continue, last stage first."""
@@ -52,10 +56,12 @@ class Dispatch:
         if not self.cluster.requests.has_any(MOVABLE):
             return
         self.cluster.load_index.refresh(now)
+        self.shared.forget_arenas_except(self.cluster.load_index.arenas)
         self._resume_all(now)
         self._join_all(now)
         self._encode_all(now)
         self._compress_all(now)
+        self._restore_all(now)
         self.blocked_reason = self._admit(now)
 
     # ---------------------------------------------------------------- orphaned -> decoding
@@ -253,6 +259,8 @@ class Dispatch:
         queue = self.cluster.requests.queue
         while len(queue):
             if blocked_reason := self._blocked_by_workers():
+                if blocked_reason == "prefill_busy" and self._join_first(now):
+                    continue
                 return blocked_reason
             wanted = min(self._unpromised_slots, ROUND_REQUESTS)
             started, blocked_reason = self._start_all(self._batch(wanted, now), now)
@@ -306,10 +314,67 @@ class Dispatch:
     def _start_one(self, entry: Entry, now: float) -> HeldBy:
         if entry.is_preempted:
             return "" if self._go_on(entry, now) else "no_bytes"
+        if self._join_equal(entry, now):
+            return ""
         choice, blocked_reason = self._place(entry, now)
-        if choice is not None:
+        if choice is None:
+            return blocked_reason
+        wait = self._wait_for_blocks(entry, choice.worker, now)
+        if wait is None:
             self._start(entry, choice, now)
-        return blocked_reason
+        else:
+            self._defer(entry, wait, now)
+        return ""
+
+    # ---------------------------------------------------------------- shared prompts
+
+    def _join_first(self, now: float) -> bool:
+        """Let the next request join one with an equal prompt, although prefill workers are busy."""
+        if not self.shared.is_any_computed or self._unpromised_slots <= 0:
+            return False
+        return any(
+            not entry.is_preempted and self._join_equal(entry, now) for entry in self._batch(1, now)
+        )
+
+    def _join_equal(self, entry: Entry, now: float) -> bool:
+        """Send a request to the worker that computes an equal prompt; False if none does."""
+        equal, load_index = self.shared.computing(entry), self.cluster.load_index
+        if equal is None or entry.whole is not None or not load_index.is_fresh(equal.worker):
+            return False
+        if self._final_arena(entry, load_index.arena_of(equal.worker), now) is None:
+            return False
+        entry.placement.prompt = entry.placement.prompt or self.placer.prompt(entry.request)
+        self._start(entry, Choice(equal.worker, "equal_prompt"), now, equal)
+        return True
+
+    def _wait_for_blocks(self, entry: Entry, worker: str, now: float) -> PromptWait | None:
+        """The wait of a request for blocks of its prompt that another request computes."""
+        load_index = self.cluster.load_index
+        return self.shared.wait_for(
+            entry,
+            self._work_arena(load_index.arena_of(worker)),
+            load_index.queue_tokens(worker),
+            self.cluster.latency.prefill_token_s.at(now),
+            now,
+        )
+
+    def _defer(self, entry: Entry, wait: PromptWait, now: float) -> None:
+        self.shared.wait(entry, wait)
+        self.cluster.requests.queue.defer(entry.id)
+        self.reasons.waits(entry, wait, now)
+
+    def _restore_all(self, now: float) -> None:
+        """Put requests back into the queue whose blocks are published, or will not be in time."""
+        for entry, outcome in self.shared.released(now):
+            self.cluster.requests.queue.restore(entry.id)
+            self.cluster.counters[f"shared_prompt:{outcome}"] += 1
+
+    def _ended(self, entry: Entry) -> None:
+        successor = self.shared.ended(entry)
+        if successor is not None:
+            self.cluster.requests.touch(successor)
+
+    # ---------------------------------------------------------------- start
 
     def _go_on(self, entry: Entry, now: float) -> bool:
         """Let a preempted request join a decode worker again; False if none has room."""
@@ -356,8 +421,11 @@ class Dispatch:
             return False
         return sizes.raw <= ledger.free(raw) and sizes.grown <= ledger.free(final)
 
-    def _start(self, entry: Entry, choice: Choice, now: float) -> None:
-        """Book a request and send it to a prefill worker."""
+    def _start(self, entry: Entry, choice: Choice, now: float, equal: Entry | None = None) -> None:
+        """Book a request and send it to a prefill worker.
+
+        ``equal``: the request there that computes its prompt.
+        """
         address = choice.worker
         arena, queue = self.cluster.load_index.arena_of(address), self.cluster.requests.queue
         reason, place = self._reason(entry, now), (len(queue), queue.older(entry.id))
@@ -373,10 +441,13 @@ class Dispatch:
         self.growth.started(entry)
         if entry.placement.prompt is not None:
             entry.placement.cached_tokens = self.placer.sent(entry.placement.prompt, arena)
+        if equal is not None:
+            entry.placement.cached_tokens = entry.placement.shared_tokens = entry.prompt_tokens
         self.cluster.outbox.prefill(address, entry.request, entry.placement.encoder)
         self.cluster.requests.move(entry, State.PREFILLING, now)
         self.reasons.started(entry, reason, choice.reason, place, seen)
         entry.placement.ahead_tokens = self._ahead_tokens(entry)
+        self.shared.started(entry, entry.placement.work_arena, equal)
         self.cluster.latency.record_start(len(queue), now)
         self.cluster.drain.note(now)
         self.cluster.counters["admitted"] += 1

@@ -92,7 +92,7 @@ class Growth:
     """When requests to preempt were last looked for, by arena."""
 
     def __post_init__(self) -> None:
-        self.cluster.requests.on_end = self._forget
+        self.cluster.requests.on_end.append(self._forget)
 
     # ---------------------------------------------------------------- admission
 

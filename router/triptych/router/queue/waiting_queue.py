@@ -126,6 +126,8 @@ class WaitingQueue:
     accounts: FairShare = field(default_factory=FairShare)
     """Use of each tenant."""
     _places: dict[str, Place] = field(default_factory=dict[str, Place])
+    _deferred: dict[str, Place] = field(default_factory=dict[str, Place])
+    """Places of requests that cannot start at present, in none of the orders."""
     _by_age: SortedIndex[tuple[float, int]] = field(default_factory=SortedIndex[tuple[float, int]])
     _lanes: dict[str, Lane] = field(default_factory=dict[str, Lane])
     _turns: SortedIndex[float] = field(default_factory=SortedIndex[float])
@@ -160,23 +162,43 @@ class WaitingQueue:
         self._came += 1
         number = -self._came if in_front else self._came
         place = Place(size, arrived, number, priority, tenant, -inf if in_front else due)
-        self._places[name] = place
-        self._by_age.put(name, (arrived, number))
         self.accounts.open(tenant, weight, waits_already=tenant in self._lanes)
-        self._lanes.setdefault(tenant, Lane()).put(name, place)
-        self._rank(tenant)
+        self._put(name, place)
 
     def discard(self, name: str) -> None:
         """Remove a request, if it waits; its tenant's account stays open."""
+        self._deferred.pop(name, None)
+        self._take_out(name)
+
+    def defer(self, name: str) -> None:
+        """Take a request out of all orders until ``restore``: it cannot start before that."""
+        place = self._take_out(name)
+        if place is not None:
+            self._deferred[name] = place
+
+    def restore(self, name: str) -> None:
+        """Put a deferred request back to its place, if it was not removed."""
+        place = self._deferred.pop(name, None)
+        if place is not None:
+            self._put(name, place)
+
+    def _put(self, name: str, place: Place) -> None:
+        self._places[name] = place
+        self._by_age.put(name, (place.arrived, place.number))
+        self._lanes.setdefault(place.tenant, Lane()).put(name, place)
+        self._rank(place.tenant)
+
+    def _take_out(self, name: str) -> Place | None:
         place = self._places.pop(name, None)
         if place is None:
-            return
+            return None
         self._by_age.discard(name)
         lane = self._lanes[place.tenant]
         lane.discard(name)
         if not len(lane.by_due):
             del self._lanes[place.tenant]
             self._turns.discard(place.tenant)
+        return place
 
     def ahead_of(self, tenant: str, due: float) -> int:
         """Number of requests that probably start before one of ``tenant`` with this ``due``.

@@ -278,6 +278,10 @@ class LoadIndex:
     def arena_of(self, address: str) -> str:
         return self._workers[address].arena
 
+    def is_fresh(self, address: str) -> bool:
+        """Whether a worker takes requests: its last report is recent."""
+        return address in self._fresh
+
     def role_of(self, address: str) -> Role:
         return self._roles.get(address, "both")
 

@@ -55,6 +55,18 @@ BEFORE_DECODING = (
 AFTER_ENCODING = (State.COMPRESSED, State.DECODING, State.ORPHANED, State.EVICTING)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptWait:
+    """A waiting request whose first blocks another request computes."""
+
+    leader: str
+    """Id of that request."""
+    shared_tokens: int
+    """Tokens of the blocks."""
+    until: float
+    """When it waits no longer."""
+
+
 @dataclass(eq=False, slots=True)
 class Placement:
     """Where a request is placed, and what placement assumed. Empty: not decided yet."""
@@ -63,6 +75,14 @@ class Placement:
     """The prompt as placement policies see it."""
     cached_tokens: int = 0
     """Prompt tokens that its prefill worker probably has cached; 0 if no policy looked it up."""
+    waits_for: PromptWait | None = None
+    """Set while it waits for blocks of its prompt."""
+    waits: int = 0
+    """Requests for whose blocks it waited."""
+    shared_tokens: int = 0
+    """Prompt tokens that another request computes, or was to compute, for it."""
+    equal_to: str = ""
+    """Id of the request at its prefill worker that computes its prompt; empty: it does so."""
     ahead_tokens: int = 0
     """Prompt tokens in the queue of its prefill worker when it was sent there, its own included."""
     encoder: str = ""
@@ -230,7 +250,7 @@ class Requests:
     on_change: Callable[[Entry], None] = _nothing
     """Called with each entry whose state changed."""
     on_removal: Callable[[Entry], None] = _nothing
-    on_end: Callable[[Entry], None] = _nothing
+    on_end: list[Callable[[Entry], None]] = field(default_factory=list[Callable[[Entry], None]])
     """Called with each entry that ends for its client, at least once."""
     queue: WaitingQueue = field(default_factory=WaitingQueue)
     """Waiting requests, in the orders that policies use."""
@@ -309,7 +329,7 @@ class Requests:
         if state is State.DECODING:
             self._running[entry.request.tenant][entry.request.priority] += 1
         if state is State.LEAVING:  # `RequestCompletion` records the end
-            self.on_end(entry)
+            self._ended(entry)
         else:
             self.history.note(entry.id, state.value, entry.transfer.report, now)
         self.on_change(entry)
@@ -336,8 +356,12 @@ class Requests:
         accounts.close(tenant)
         del self._by_id[entry.id]
         self._leave_state(entry)
-        self.on_end(entry)
+        self._ended(entry)
         self.on_removal(entry)
+
+    def _ended(self, entry: Entry) -> None:
+        for on_end in self.on_end:
+            on_end(entry)
 
     def _leave_state(self, entry: Entry) -> None:
         del self._by_state[entry.state][entry.id]

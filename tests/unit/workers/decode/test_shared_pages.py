@@ -61,7 +61,7 @@ def requests(count: int = 2) -> list[Request]:
     return [
         Request(
             id=f"r{index}",
-            prompt=tuple(prompt(COMMON) + prompt(9 + 14 * index, seed=index)),
+            prompt=tuple(prompt(COMMON) + prompt(33 + 14 * index, seed=index)),
             sampling=Sampling(max_tokens=ANSWER, temperature=0.7, seed=index, ignore_eos=True),
             reply_to="client",
         )
@@ -217,7 +217,7 @@ def test_own_pages_are_what_is_booked(stages: Sharing, client: Client) -> None:
     ledger = stages.pool.stat()
     assert ledger.by_request[request.id] == planned.pages
     assert done.report.stored_bytes == planned.pages * stages.plan.page_bytes
-    blocks = COMMON // stages.plan.block_tokens - 1  # but the first, which has the sink
+    blocks = COMMON // stages.plan.block_tokens
     assert planned.shared == done.handle.lease_ref.shared == blocks * stages.plan.block_pages(1)
     assert ledger.prefix.shared_bytes == planned.shared * stages.plan.page_bytes
     stored = sum(np.frombuffer(one.tokens, "<i4").max() for one in done.handle.runs)

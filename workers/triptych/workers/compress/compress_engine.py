@@ -262,10 +262,12 @@ class CompressEngine:
                 group.classes.append(self._fixed_class(rows, fixed))
 
     def _fixed_class(self, rows: int, fixed: range) -> ClassPlan:
-        """Fixed pages of the request's own: blocks that the cache did not take."""
+        """Fixed pages of the request's own, as the blocks that the cache did not take."""
         count, there = len(fixed), self.device.name
+        beside_sink = -fixed.start % self.plan.high.tokens
         positions = torch.arange(fixed.start, fixed.stop, dtype=torch.int32, device=there)
-        places = torch.arange(count, dtype=torch.int32, device=there).expand(rows, count)
+        places = torch.arange(count, dtype=torch.int32, device=there)
+        places = ((places - beside_sink) % count).expand(rows, count)
         counts: Ids = np.full(rows, count, np.int32)
         return ClassPlan(self.plan.high, positions, places, counts, is_fixed=True)
 

@@ -29,7 +29,10 @@ Ids = NDArray[np.int32]
 PageSlots = tuple[Tensor, Tensor]
 """Page and row in the page of some tokens."""
 
-PAGES_VERSION = 1
+COPIED_AT_ONCE = 256
+"""Pages, about 1 MB, so that what was read stays in the processor's cache until it is written."""
+
+PAGES_VERSION = 2
 """Increase it when the same settings give other bytes: pages on disk outlive the program."""
 
 
@@ -42,7 +45,8 @@ class BlockPages:
     """
 
     high: Ids
-    """[head rows, pages of a head row], in the order of the tokens."""
+    """[head rows, pages of a head row], in the order of the tokens. The page with the end of the
+    sink holds that behind its other tokens."""
     sink: Ids
     """[head rows, raw pages of the sink]; empty if the blocks begin behind it."""
 
@@ -69,7 +73,8 @@ class SharedPrefix:
     span: range
     """Positions of their tokens."""
     pages: Ids
-    """[head rows, pages of a head row], all full, in the order of the tokens."""
+    """[head rows, pages of a head row]: full pages, then the one with the end of the sink, which is
+    read up to that."""
 
     @property
     def counts(self) -> Ids:
@@ -214,12 +219,15 @@ class PrefixStore:
             self.pool.release_prefix(found.pin)
             raise
         each = self.plan.high.tokens
-        return SharedPrefix(found.pin, span, high[:, span.start // each : span.stop // each])
+        pages = high[:, span.start // each : span.stop // each]
+        return SharedPrefix(
+            found.pin, span, np.roll(pages, -1, axis=1) if self.plan.sink_shift else pages
+        )
 
     def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
         blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens
         pages = self._memory.near
-        high = self._page_slots(blocks.high, self.plan.high.tokens, count)
+        high = self._high_slots(blocks.high, 0, count)
         target = self._page_slots(raw, self.plan.raw.tokens, count)
         transcode(pages, self.plan.high, self.plan.raw, *high, *target)
         copy_pages(self._memory, blocks.sink, raw[:, : blocks.sink.shape[1]])
@@ -341,7 +349,7 @@ class PrefixStore:
         """Encode the tokens of blocks, all head rows in one call."""
         blocks, size = BlockPages.of(self.plan, first, ids), self.plan.block_tokens
         start, count = first * size, len(ids) * size
-        target = self._page_slots(blocks.high, self.plan.high.tokens, count)
+        target = self._high_slots(blocks.high, start, count)
         means = source.copy(start, count, target)
         if blocks.sink.size:
             source.copy_sink(blocks.sink)
@@ -350,6 +358,18 @@ class PrefixStore:
             scores[target[0].long(), target[1].long()] = means.flatten()
         self.device.wait()
 
+    def _high_slots(self, pages: Ids, start: int, count: int) -> PageSlots:
+        """Page slots of ``count`` tokens of each head row in high pages of blocks, on the device.
+
+        ``start``: position of the first token, the beginning of a block.
+        """
+        plan, each = self.plan, self.plan.high.tokens
+        page, row = page_slots_of(pages, each, 0, count)
+        position = np.tile(np.arange(start, start + count, dtype=np.int32), len(pages))
+        has_sink = position // each == plan.sink_tokens // each
+        row = np.where(has_sink, (row - plan.sink_shift) % each, row).astype(np.int32)
+        return self.device.put(page), self.device.put(row)
+
     def _page_slots(self, pages: Ids, per_page: int, count: int) -> PageSlots:
         """Page slots of the first ``count`` tokens of each head row, on the device."""
         page, row = map(self.device.put, page_slots_of(pages, per_page, 0, count))
@@ -357,9 +377,12 @@ class PrefixStore:
 
 
 def copy_pages(memory: DevicePages, source: Ids, target: Ids) -> None:
-    """Copy whole pages."""
-    read, write = (memory.device.put(ids.astype(np.int64)) for ids in (source, target))
-    memory.near[write] = memory.near[read]
+    """Copy whole pages, ``COPIED_AT_ONCE`` at a time, as words of eight bytes."""
+    pages = memory.near.view(torch.int64)
+    read, write = (memory.device.put(ids.ravel().astype(np.int64)) for ids in (source, target))
+    for start in range(0, len(read), COPIED_AT_ONCE):
+        some = slice(start, start + COPIED_AT_ONCE)
+        pages.index_copy_(0, write[some], pages.index_select(0, read[some]))
 
 
 def _lookable(request: Request) -> Ids:
@@ -389,6 +412,7 @@ def profile_of(plan: PagePlan, arithmetic: str) -> str:
         plan.page_bytes,
         plan.geometry,
         plan.block_sink_pages,
+        plan.sink_shift,
         plan.policy.kv_rotation,
         plan.policy.needs_significance,
         arithmetic,

@@ -23,6 +23,7 @@ from triptych.core.messages import (
     Message,
     Prefill,
     Prefilled,
+    Request,
     Send,
     Stage,
 )
@@ -33,7 +34,7 @@ from triptych.kvpool import About, WorkerPool
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.handle_codec import make_handle
-from triptych.workers.kv.prefix_cache import PrefixStore
+from triptych.workers.kv.prefix_cache import PrefixStore, copy_pages
 from triptych.workers.models.runner import Runner
 from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 from triptych.workers.prefill.prefill_attention import ChunkAttention
@@ -54,11 +55,22 @@ Ids = NDArray[np.int32]
 NO_PAGES: Ids = np.empty((0, 0, 0), np.int32)
 
 
+@dataclass(frozen=True)
+class Started:
+    """A request whose first token was sampled and that goes on."""
+
+    prompt: Prompt
+    request: Request
+    answer: OutputProcessor
+
+
 @dataclass
 class PrefillEngine:
     """Chunked prefill: up to ``chunk_tokens`` tokens per step, from one prompt or several.
 
-    Between two steps a shorter prompt may overtake a longer one.
+    Between two steps a shorter prompt may overtake a longer one. Requests with equal prompts, such
+    as the choices of one request, are computed once: each gets a first token of its own, and a copy
+    of the raw pages.
 
     A prompt that is longer than a step is prefilled layerwise if the router names a compressor for
     it: all tokens at once, some layers per step. The compressor encodes finished layers while the
@@ -98,13 +110,16 @@ class PrefillEngine:
             return None
         for request, encoder in zip(message.requests, message.encoders or repeat(""), strict=False):
             due = self._scheduler.due(request.known_tokens, request.slo.ttft_s)
+            if not encoder and (equal := self._equal(request)) is not None:
+                equal.equal.append(request)
+                equal.due = min(equal.due, due)
+                continue
             layers_per_part = self.plan.layers_of(request.known_tokens)
             layerwise = (
                 LayerwisePrefill(encoder, message.reader, layers_per_part) if encoder else None
             )
-            self._waiting.append(PendingRequest(request, due, layerwise))
-        if self._restores is not None:
-            for request in message.requests:
+            self._waiting.append(PendingRequest(request, due, layerwise=layerwise))
+            if self._restores is not None:
                 self._restores.start(request)
         return ()
 
@@ -122,18 +137,42 @@ class PrefillEngine:
         return False
 
     def requests(self) -> list[str]:
-        return [pending.request.id for pending in self._waiting] + [
-            p.request.id for p in self._prompts
-        ]
+        entries = [*self._waiting, *self._prompts]
+        return [request.id for entry in entries for request in entry.requests]
 
     def cancel(self, requests: Sequence[str]) -> None:
         gone = set(requests)
-        self._waiting = [pending for pending in self._waiting if pending.request.id not in gone]
+        self._waiting = [pending for pending in self._waiting if self._stays(pending, gone)]
         if self._restores is not None:
             self._restores.forget(gone)
-        for prompt in [p for p in self._prompts if p.request.id in gone]:
+        for prompt in [p for p in self._prompts if not self._stays(p, gone)]:
             self._drop(prompt)
         self.pool.withdraw(requests)
+
+    def _stays(self, entry: Prompt | PendingRequest, gone: set[str]) -> bool:
+        """Take cancelled requests from a prompt; whether any request is left that needs it."""
+        left = [request for request in entry.requests if request.id not in gone]
+        if not left:
+            return False
+        if self._restores is not None and left[0] is not entry.request:
+            self._restores.pass_on(entry.request.id, left[0])
+        entry.request, entry.equal = left[0], left[1:]
+        return True
+
+    def _equal(self, request: Request) -> Prompt | PendingRequest | None:
+        """The entry that computes the prompt of a request; None: the request needs its own."""
+        if request.is_scored:
+            return None
+        key = request.prompt_key
+        for entry in (*self._prompts, *self._waiting):
+            if (
+                entry.layerwise is None
+                and not entry.request.is_scored
+                and entry.request.known_tokens == request.known_tokens
+                and entry.request.prompt_key == key
+            ):
+                return entry
+        return None
 
     def abandon(self) -> None:
         self.cancel(self.requests())
@@ -168,7 +207,7 @@ class PrefillEngine:
         try:
             prompt = self._prompt(pending)
         except TriptychError as error:
-            refused.append(refuse(pending.request.id, error))
+            refused.extend(refuse(request.id, error) for request in pending.requests)
             return None
         self._prompts.append(prompt)
         return prompt
@@ -178,7 +217,12 @@ class PrefillEngine:
         blocks_of = 0 if request.is_scored else request.known_prompt_tokens
         rounded = self.plan.rounded_tokens(blocks_of)
         prompt = Prompt(
-            request, pending.due, NO_PAGES, rounded=rounded, layerwise=pending.layerwise
+            request,
+            pending.equal,
+            pending.due,
+            NO_PAGES,
+            rounded=rounded,
+            layerwise=pending.layerwise,
         )
         if prompt.layerwise is not None:
             return prompt
@@ -296,25 +340,27 @@ class PrefillEngine:
         """Sample first tokens, and hand over the pages of unfinished requests."""
         if not done:
             return []
-        answers = [self.answers.start(prompt.request) for prompt in done]
+        requests = [(prompt, request) for prompt in done for request in prompt.requests]
+        if len(requests) > len(done):
+            row = [index for index, prompt in enumerate(done) for _ in prompt.requests]
+            logits = logits[self.device.put(np.array(row, np.int64))]
+        answers = [self.answers.start(request) for _, request in requests]
         drawn = self.draw(logits, [answer.sampler_row for answer in answers])
-        sends, going_on = list[Send](), list[tuple[Prompt, OutputProcessor]]()
-        for prompt, answer, draw in zip(done, answers, drawn, strict=True):
-            answer.cached_tokens = min(prompt.cached, len(prompt.request.prompt))
+        sends, going_on = list[Send](), list[Started]()
+        for (prompt, request), answer, draw in zip(requests, answers, drawn, strict=True):
+            answer.cached_tokens = min(prompt.cached, len(request.prompt))
             if prompt.scores is not None:
                 answer.prompt_logprobs = prompt.scores.packed()
             try:
                 sends.append(answer.push(draw))
             except TriptychError as error:
-                sends.append(refuse(prompt.request.id, error))
-                self._drop(prompt)
+                sends.append(refuse(request.id, error))
                 continue
             if answer.finish is None:
-                going_on.append((prompt, answer))
+                going_on.append(Started(prompt, request, answer))
             else:
-                self._drop(prompt)
-                sends.append(_prefilled(prompt, answer, None))
-        return [*sends, *self._hand_over(going_on)]
+                sends.append(_prefilled(prompt, request, answer, None))
+        return [*sends, *self._hand_over(done, going_on)]
 
     def _store_significance(self, prompt: Prompt) -> None:
         """Store the attention that each token received in the score segments of its pages."""
@@ -327,20 +373,55 @@ class PrefillEngine:
         ids = self.device.put(prompt.pages).long().flatten()
         segments(self._memory.near, self.plan.raw).scores[ids] = padded.reshape(-1, per_page)
 
-    def _hand_over(self, going_on: list[tuple[Prompt, OutputProcessor]]) -> list[Send]:
-        handles = self._hand_off_pages([prompt for prompt, _ in going_on])
-        for prompt, _ in going_on:
+    def _hand_over(self, done: list[Prompt], going_on: list[Started]) -> list[Send]:
+        """Hand the pages of finished prompts to those of their requests that go on."""
+        for prompt in done:
+            self._store_significance(prompt)
+        ready, copies, sends = list[Started](), list[Ids](), list[Send]()
+        pages, unused = list[Ids](), {prompt: prompt.pages for prompt in done}
+        try:
+            for one in going_on:
+                if one.prompt in unused:
+                    pages.append(unused.pop(one.prompt))
+                elif (copy := self._copy(one, sends)) is not None:
+                    pages.append(copy)
+                    copies.append(copy)
+                else:
+                    continue
+                ready.append(one)
+            handles = self._hand_off([one.request for one in ready], pages)
+        except Exception:
+            self._free(copies)
+            raise
+        for prompt in done:
             self._prompts.remove(prompt)
-        return [
-            _prefilled(prompt, answer, handle)
-            for (prompt, answer), handle in zip(going_on, handles, strict=True)
+        self._free(list(unused.values()))
+        return sends + [
+            _prefilled(one.prompt, one.request, one.answer, handle)
+            for one, handle in zip(ready, handles, strict=True)
         ]
+
+    def _copy(self, one: Started, refused: list[Send]) -> Ids | None:
+        """A copy of the raw pages of a prompt; None if its request is refused for want of pages."""
+        pages = one.prompt.pages
+        try:
+            ids = self.pool.allocate(pages.size)
+        except TriptychError as error:
+            refused.append(refuse(one.request.id, error))
+            return None
+        copy_pages(self._memory, pages.ravel(), ids)
+        return ids.reshape(pages.shape)
+
+    def _free(self, pages: list[Ids]) -> None:
+        if pages and not self.pool.is_lost:
+            self.pool.free(np.concatenate([ids.ravel() for ids in pages]))
 
     def _hand_over_layers(self, chunk: PrefillChunk) -> Send:
         """Hand finished layers to the prompt's compressor."""
         prompt, layerwise = chunk.prompt, chunk.prompt.layerwise
         assert layerwise is not None
-        (handle,) = self._hand_off_pages([prompt])
+        self._store_significance(prompt)
+        (handle,) = self._hand_off([prompt.request], [prompt.pages])
         prompt.pages, first = NO_PAGES, chunk.layers.start
         layerwise.unencoded.add(first)
         layers = Layers(
@@ -357,22 +438,22 @@ class PrefillEngine:
             if prompt.request.id == message.request and prompt.layerwise is not None:
                 prompt.layerwise.unencoded.discard(message.first)
 
-    def _hand_off_pages(self, prompts: list[Prompt]) -> list[KVHandle]:
-        """Put the pages of each prompt under a lease of its own, for its compressor."""
-        for prompt in prompts:
-            self._store_significance(prompt)
+    def _hand_off(self, requests: list[Request], pages: list[Ids]) -> list[KVHandle]:
+        """Put raw pages under a lease of each request, for its compressor."""
         self.device.wait()
-        raw = self.plan.raw
+        raw, handles = self.plan.raw, list[KVHandle]()
         lease_refs = self.pool.handoff(
-            [(p.request.id, p.pages.ravel()) for p in prompts],
-            about=[About(p.request.tenant, ((raw.format.name, p.pages.size),)) for p in prompts],
+            [(one.id, ids.ravel()) for one, ids in zip(requests, pages, strict=True)],
+            about=[
+                About(one.tenant, ((raw.format.name, ids.size),))
+                for one, ids in zip(requests, pages, strict=True)
+            ],
         )
-        handles = list[KVHandle]()
-        for prompt, lease_ref in zip(prompts, lease_refs, strict=True):
-            layers, kv_heads, _ = prompt.pages.shape
-            count = prompt.request.known_tokens
+        for request, ids, lease_ref in zip(requests, pages, lease_refs, strict=True):
+            layers, kv_heads, _ = ids.shape
+            count = request.known_tokens
             tokens = np.full(layers * kv_heads, count, np.int32)
-            handles.append(make_handle(lease_ref, [(raw, tokens, prompt.pages.ravel())], count))
+            handles.append(make_handle(lease_ref, [(raw, tokens, ids.ravel())], count))
         return handles
 
 
@@ -392,9 +473,11 @@ def _add_prompt_logprobs(chunks: list[PrefillChunk], logits: Tensor) -> Tensor:
     return torch.cat([logits[:0], *ends])
 
 
-def _prefilled(prompt: Prompt, answer: OutputProcessor, handle: KVHandle | None) -> Send:
+def _prefilled(
+    prompt: Prompt, request: Request, answer: OutputProcessor, handle: KVHandle | None
+) -> Send:
     message = Prefilled(
-        request=prompt.request.id,
+        request=request.id,
         first_token=answer.tokens[-1],
         handle=handle,
         token_s=prompt.token_s,

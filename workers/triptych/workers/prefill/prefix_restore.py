@@ -67,6 +67,13 @@ class PrefixRestore:
         due = min((restore.poll_at for restore in self._restores.values()), default=None)
         return None if due is None else max(0.0, due - self.clock())
 
+    def pass_on(self, request: str, to: Request) -> None:
+        """Another request with the same prompt waits instead of one."""
+        restore = self._restores.pop(request, None)
+        if restore is not None:
+            restore.request = to
+            self._restores[to.id] = restore
+
     def forget(self, requests: Iterable[str]) -> None:
         for request in requests:
             self._restores.pop(request, None)

@@ -38,6 +38,8 @@ class Prompt:
     """A prompt in prefill."""
 
     request: Request
+    equal: list[Request]
+    """Requests with an equal prompt, for which it is computed too."""
     due: float
     """When its prefill is due, on the token clock of ``ChunkScheduler``."""
     pages: NDArray[np.int32]
@@ -59,6 +61,11 @@ class Prompt:
     """None: each step computes tokens in all layers."""
 
     @property
+    def requests(self) -> list[Request]:
+        """All requests for which it is computed."""
+        return [self.request, *self.equal]
+
+    @property
     def tokens_left(self) -> int:
         return self.request.known_tokens - self.read
 
@@ -73,14 +80,21 @@ class Prompt:
         return self.layerwise is not None and len(self.layerwise.unencoded) > UNENCODED
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PendingRequest:
     """A request in the queue, whose prompt has no pages yet."""
 
     request: Request
     due: float
+    equal: list[Request] = field(default_factory=list[Request])
+    """Requests with an equal prompt, for which it will be computed too."""
     layerwise: LayerwisePrefill | None = None
     """Set if it will be prefilled some layers at a time."""
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests for which the prompt will be computed."""
+        return [self.request, *self.equal]
 
 
 @dataclass(frozen=True)

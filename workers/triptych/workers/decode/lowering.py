@@ -44,7 +44,7 @@ def pages_to_lower(cold: Ids, low_tokens: Ids, wanted: int, room: int, low_room:
 
     >>> cold, low = np.array([[3, 1, 4], [0, 2, 0]], np.int32)
     >>> pages_to_lower(cold, low, 2, room=32, low_room=44)
-    array([3, 1, 4], dtype=int32)
+    array([0, 1, 4], dtype=int32)
     """
     lowered: Ids = np.arange(int(cold.max(initial=0)) + 1, dtype=np.int32)
     before = _pages(low_tokens, low_room)[:, None]
@@ -103,21 +103,47 @@ class Lowering:
     def apply(self, slot: int, plan: LoweringPlan, ids: Ids) -> Ids:
         """Lower pages as planned, as far as ``ids`` suffice for the low pages.
 
-        In rounds: the high pages that a round has freed are low pages of the next one.
+        In rounds: the high pages that a round has freed are low pages of the next one, so one page
+        is enough to begin.
 
         Returns: the page ids that are in no row any more, or were not needed
         """
-        cheapest: list[int] = np.argsort(plan.new_pages, stable=True).tolist()
-        rows = [row for row in cheapest if plan.columns[row].size]
-        while rows:
-            needed = np.cumsum(plan.new_pages[rows])
-            count = int(np.searchsorted(needed, ids.size, side="right"))
-            if not count:
+        left = {row: columns for row, columns in enumerate(plan.columns) if columns.size}
+        while left:
+            chosen, used = self._next_round(slot, left, ids.size)
+            if not chosen:
                 break
-            used = int(needed[count - 1])
-            freed = self._lower(slot, {row: plan.columns[row] for row in rows[:count]}, ids[:used])
-            ids, rows = np.concatenate([ids[used:], freed]), rows[count:]
+            ids = np.concatenate([ids[used:], self._lower(slot, chosen, ids[:used])])
+            for row, columns in chosen.items():
+                left[row] = left[row][: -columns.size]
+            left = {row: columns for row, columns in left.items() if columns.size}
         return ids
+
+    def _next_round(
+        self, slot: int, left: dict[int, Ids], pages: int
+    ) -> tuple[dict[int, Ids], int]:
+        """The columns of some rows that fit into so many low pages, and how many they take.
+
+        Of a row the last ones, since those in front of them keep their places. A part of a row is
+        taken only if no whole one fits.
+        """
+        room, low_room = self._plan.high.tokens, self._low.tokens
+        before: list[int] = self._low_table.tokens[:, slot].ravel().tolist()
+
+        def needed(row: int, count: int) -> int:
+            return self._low.pages(before[row] + count * room) - self._low.pages(before[row])
+
+        chosen, used = dict[int, Ids](), 0
+        for row in sorted(left, key=lambda row: needed(row, left[row].size)):
+            wanted = left[row].size
+            if needed(row, wanted) > pages - used:
+                free = (self._low.pages(before[row]) + pages - used) * low_room - before[row]
+                wanted = 0 if chosen else free // room
+            if not wanted:
+                break
+            chosen[row] = left[row][-wanted:]
+            used += needed(row, wanted)
+        return chosen, used
 
     def _lower(self, slot: int, columns: dict[int, Ids], new: Ids) -> Ids:
         """Lower pages of some head rows; ``new`` are the low pages that they need.

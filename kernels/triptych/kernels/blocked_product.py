@@ -5,7 +5,7 @@ the requests beside it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -18,8 +18,21 @@ computed for two rows: that takes as long, since it is the weights that are read
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
 """Numbers of rows for which products are computed."""
-TILE_ROWS = 64
-"""The number of rows of every product that AMX may compute."""
+SHORT_ROW_COUNTS = (*ROW_COUNTS, 1024, 2048, 4096, 8192)
+"""The same for products with few outputs."""
+FILLED_UP = 64
+"""Fewer rows are filled up to one of these numbers, more are divided into several."""
+MOST_FILLING = 1 / 8
+"""Share by which more rows are filled up, too."""
+
+TILED = (64, 128)
+"""Numbers of rows of products that AMX computes with the same bits, up to ``AMX_THREADS`` and
+``AMX_SUM``; beyond, only the first one."""
+AMX_THREADS = 4
+AMX_SUM = 4096
+UNTILED = (2, 4, 8, 16, 24, 32)
+"""Numbers of rows of products that a processor with AMX computes without it, with the same bits.
+Those of a single row differ in short sums, and two take as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +54,32 @@ class BlockedProduct:
         return native or dtype == torch.float32
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "BlockedProduct":
-        """Shapes:  weight (out, in), bias (out,)"""
+    def of(
+        cls, weight: Tensor, bias: Tensor | None = None, counts: tuple[int, ...] = ()
+    ) -> "BlockedProduct":
+        """``counts``: numbers of rows; empty: those of ``row_counts``.
+
+        Shapes:  weight (out, in), bias (out,)
+        """
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        return cls(blocked, bias, len(weight), row_counts(weight.dtype, weight.shape[1]))
+        given = counts or row_counts(weight.dtype, weight.shape[1])
+        return cls(blocked, bias, len(weight), given)
+
+    def for_few_rows(self) -> "BlockedProduct":
+        """The same product, faster for up to 32 rows; on a processor with AMX with other bits."""
+        return replace(self, counts=UNTILED) if set(self.counts) <= set(TILED) else self
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Shapes:  (T, in) -> (T, out)"""
         if not len(rows):
             return rows.new_empty(0, self.out_features)
-        return in_pieces(self._product, rows, self.counts)
+        return in_pieces(self.once, rows, self.counts)
 
-    def _product(self, rows: Tensor) -> Tensor:
+    def once(self, rows: Tensor) -> Tensor:
+        """One product for all rows. What oneDNN prepared for their number is kept.
+
+        Shapes:  (..., in) -> (..., out)
+        """
         return torch.ops.mkldnn._linear_pointwise.default(
             rows, self.blocked, self.bias, "none", [], ""
         )
@@ -67,11 +94,13 @@ def row_counts(dtype: torch.dtype, columns: int) -> tuple[int, ...]:
     """Numbers of rows for which a row of a product has the same bits.
 
     Only the order of a sum matters. oneDNN computes single rows of long sums in another order. With
-    AMX it uses other instructions below 33 rows, and divides long sums by the number of rows. (And,
-    where a sum is more than about three times as long as the result, by the number of threads.)
+    AMX it uses other instructions for up to 32 rows, and for more rows divides long sums by their
+    number and that of the threads. So prefill and decode have numbers of their own there. (Where a
+    sum is more than about three times as long as the result, threads matter for any number.)
     """
     if dtype == torch.bfloat16 and has_amx():
-        return (TILE_ROWS,)
+        is_short = columns <= AMX_SUM and torch.get_num_threads() <= AMX_THREADS
+        return TILED if is_short else TILED[:1]
     return ROW_COUNTS[1:] if columns > LONGEST_SUM else ROW_COUNTS
 
 
@@ -98,14 +127,15 @@ def in_pieces(
 def row_pieces(rows: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Start and size of each product for some rows; the last one may reach beyond them.
 
-    >>> row_pieces(300, ROW_COUNTS)
-    ((0, 256), (256, 48))
+    >>> row_pieces(300, ROW_COUNTS), row_pieces(240, ROW_COUNTS)
+    (((0, 256), (256, 48)), ((0, 256),))
     """
     pieces, start = list[tuple[int, int]](), 0
-    while rows - start >= TILE_ROWS:  # more are divided, fewer are filled up
-        size = max(count for count in counts if count <= rows - start)
-        pieces.append((start, size))
-        start += size
-    if start < rows:
-        pieces.append((start, min(count for count in counts if count >= rows - start)))
+    while start < rows:
+        left = rows - start
+        above = min((count for count in counts if count >= left), default=0)
+        below = max((count for count in counts if count <= left), default=0)
+        fills = above and (left < FILLED_UP or above - left <= MOST_FILLING * left)
+        pieces.append((start, above if fills or not below else below))
+        start += pieces[-1][1]
     return tuple(pieces)

@@ -110,7 +110,7 @@ def make_engines(
         ),
         "compress": lambda: CompressEngine(pool, plan, prefixes, device),
         "decode": lambda: DecodeEngine(
-            runner,
+            runner.for_decode(),
             pool,
             plan,
             answers,

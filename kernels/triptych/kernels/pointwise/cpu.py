@@ -11,7 +11,7 @@ from numba import carray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.blocked_product import BlockedProduct
+from triptych.kernels.blocked_product import SHORT_ROW_COUNTS, BlockedProduct
 from triptych.kernels.codegen.numba_runtime import (
     fetch_add,
     float_of_bits,
@@ -39,6 +39,9 @@ addresses of weights, or of cosines and sines."""
 
 NUMBERS = 1 << 14
 """Approximate numbers that a thread takes at a time; for fewer one thread runs alone."""
+
+FEW_TOKENS = 64
+"""Up to so many tokens are rotated as they are: in decode steps filling up takes longer."""
 
 SHIFT = np.float32(1.5 * 2**23)
 """Adding and subtracting it rounds to the nearest integer."""
@@ -91,6 +94,8 @@ def _turn(heads: Tensor) -> Tensor:
     product = _hadamard_product(heads.shape[-1])
     if product is None:
         return heads @ hadamard(heads.shape[-1])
+    if len(heads) <= FEW_TOKENS:
+        return product.once(heads)
     return product(heads.reshape(-1, heads.shape[-1])).view(heads.shape)
 
 
@@ -100,7 +105,7 @@ def _hadamard_product(dim: int) -> BlockedProduct | None:
     if not BlockedProduct.takes(torch.float32):
         return None
     with torch.no_grad():
-        return BlockedProduct.of(hadamard(dim))
+        return BlockedProduct.of(hadamard(dim), counts=SHORT_ROW_COUNTS)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ one product, gate and up from another, without transposes, masks or wrappers bet
 small model at batch 1 that halves the time of a step.
 """
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +69,15 @@ class _Block:
         norm_bytes = sum(norm.size_bytes for norm in norms if norm is not None)
         return norm_bytes + sum(product.size_bytes for product in products)
 
+    def for_few_rows(self) -> "_Block":
+        return replace(
+            self,
+            qkv=self.qkv.for_few_rows(),
+            out=self.out.for_few_rows(),
+            gate_up=self.gate_up.for_few_rows(),
+            down=self.down.for_few_rows(),
+        )
+
 
 class FusedModel:
     """The fused forward pass, with its own copy of the weights.
@@ -94,7 +104,8 @@ class FusedModel:
         self._rotary_scale = plain.rotary_scale
         epsilon = plain.norm_epsilon
         self._norm = _norm(weights["model.norm.weight"], epsilon, torch.float32)
-        self._head = _Head(self._embedding if plain.is_tied else weights[HEAD])
+        head = self._embedding if plain.is_tied else weights[HEAD]
+        self._head = _Head(pack([head]), head)
         self._blocks = [
             _block(weights, f"model.layers.{layer}", traits, epsilon, packing)
             for layer, traits in enumerate(facts.layers)
@@ -105,6 +116,17 @@ class FusedModel:
         layers = sum(block.size_bytes for block in self._blocks)
         self.step_bytes = layers + self._norm.size_bytes + self._head.size_bytes
         """Bytes of weights that a pass reads."""
+
+    def for_decode(self) -> "FusedModel":
+        """The same model, with the same weights, as decode steps run it.
+
+        Prefill and decode each compute a row with the same bits whatever the number of rows. On a
+        processor with AMX these are not the same in both: it is fast for many rows.
+        """
+        model = copy(self)
+        model._blocks = [block.for_few_rows() for block in self._blocks]
+        model._head = self._head.for_few_rows()
+        return model
 
     def __call__(
         self,
@@ -208,6 +230,7 @@ class FusedModel:
         return mixed.reshape(normed.shape[0], -1)
 
 
+@dataclass(frozen=True, slots=True)
 class _Head:
     """The head: float32 logits, of which the largest are exact.
 
@@ -215,18 +238,24 @@ class _Head:
     two largest. So the ``EXACT_LOGITS`` largest of each row are recomputed in float32.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self._rough, self._weight = pack([weight]), weight
-        self.size_bytes = self._rough.size_bytes
+    rough: Linear
+    weight: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        return self.rough.size_bytes
+
+    def for_few_rows(self) -> "_Head":
+        return _Head(self.rough.for_few_rows(), self.weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Shapes:  hidden (N, E) float32 -> (N, vocab) float32"""
-        dtype = self._weight.dtype
-        logits = self._rough(hidden.to(dtype)).float()
+        dtype = self.weight.dtype
+        logits = self.rough(hidden.to(dtype)).float()
         if dtype == torch.float32:
             return logits
         ids = logits.topk(min(EXACT_LOGITS, logits.shape[1]), dim=-1).indices
-        exact = torch.einsum("ne,nke->nk", hidden, self._weight[ids].float())
+        exact = torch.einsum("ne,nke->nk", hidden, self.weight[ids].float())
         return logits.scatter(1, ids, exact)
 
 

@@ -98,6 +98,9 @@ class HFModel:
             _attend.reset(token)
         return out.logits[0].float()
 
+    def for_decode(self) -> "HFModel":
+        return self
+
     def _padded(self, heads: Tensor) -> Tensor:
         missing = self.head_dim - heads.shape[2]
         return F.pad(heads, (0, missing)) if missing else heads

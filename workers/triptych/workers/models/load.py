@@ -46,6 +46,10 @@ class Network(Protocol):
         """Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab) float32"""
         ...
 
+    def for_decode(self) -> "Network":
+        """The same network, with the same weights, as decode steps run it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel(ModelFacts):

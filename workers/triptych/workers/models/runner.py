@@ -1,5 +1,6 @@
 """The model runner: one forward pass over a ragged batch of tokens."""
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -64,9 +65,15 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel, coordinates: Coordinates | None = None) -> None:
         """``coordinates``: rotation of keys and values; None: not rotated."""
+        self._loaded = loaded
         self._network, self._coordinates = loaded.network, coordinates
         self.num_heads = loaded.num_heads
         """Query heads of each layer."""
+
+    def for_decode(self) -> "ModelRunner":
+        """A runner of the same weights, for decode steps."""
+        network = self._loaded.network.for_decode()
+        return ModelRunner(replace(self._loaded, network=network), self._coordinates)
 
     @property
     def can_exit(self) -> bool:

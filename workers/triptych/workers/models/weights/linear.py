@@ -39,6 +39,10 @@ class Linear(Protocol):
         """Shapes:  (T, in) -> (T, out)"""
         ...
 
+    def for_few_rows(self) -> "Linear":
+        """The same product, with the same weights, as decode steps run it."""
+        ...
+
 
 def pack(
     weights: Sequence[Tensor],
@@ -90,6 +94,9 @@ class PlainLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         return F.linear(rows, self.weight, self.bias)
 
+    def for_few_rows(self) -> "PlainLinear":
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class BlockedLinear:
@@ -104,6 +111,9 @@ class BlockedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.product(rows)
+
+    def for_few_rows(self) -> "BlockedLinear":
+        return BlockedLinear(self.product.for_few_rows(), self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +153,9 @@ class Int4Linear:
                 rows.contiguous(), self.packed, self._group, self.grids
             )
         return product if self.bias is None else product + self.bias
+
+    def for_few_rows(self) -> "Int4Linear":
+        return self
 
     def _expanded(self) -> Tensor:
         """The weights, (in, out)."""

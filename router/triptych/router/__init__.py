@@ -1,5 +1,6 @@
 """The router: admission, scheduling and placement of requests, without clock or sockets."""
 
+from triptych.router.events.peers import Timeouts
 from triptych.router.frontend.context_windows import Windows
 from triptych.router.frontend.retries import AttemptTable, RequestAttempts
 from triptych.router.frontend.shards import Shards
@@ -11,7 +12,7 @@ from triptych.router.plugins import (
     schedule_named,
 )
 from triptych.router.queue.waiting_queue import ListedQueue, QueueView
-from triptych.router.scheduler import Scheduler, Timeouts
+from triptych.router.scheduler import Scheduler
 from triptych.router.snapshot import Budget, Explanation, RouterSnapshot, Waiting, WorkerLoad
 from triptych.router.state.history import Decision, RequestTrace
 

@@ -16,7 +16,8 @@ from triptych.core.errors import ConfigError, MessageError
 from triptych.core.messages import Message, Send, pack, unpack
 from triptych.core.pages import PagePlan
 from triptych.core.schema import SchemaError, build
-from triptych.router.scheduler import Scheduler, Timeouts
+from triptych.router.events.peers import Timeouts
+from triptych.router.scheduler import Scheduler
 
 VERSION = 3
 BOUNDS_VERSION = 2

@@ -22,9 +22,10 @@ from triptych.core.messages import (
     Submit,
 )
 from triptych.core.pages import PagePlan
+from triptych.router.events.peers import Timeouts
 from triptych.router.frontend.shards import Shards, bytes_of, key_of, may_pass_on, names_of
 from triptych.router.policies.prefix_map import BlockCache
-from triptych.router.scheduler import Scheduler, Timeouts
+from triptych.router.scheduler import Scheduler
 from triptych.simulator.clock import Clock
 from triptych.simulator.costs import Costs
 from triptych.simulator.engines import NodeCache, StepOutput, engines_of

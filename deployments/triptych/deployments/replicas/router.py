@@ -29,9 +29,9 @@ from triptych.deployments.replicas.gc_tuning import freeze_heap
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.kvpool import guest_name
+from triptych.router.events.peers import Timeouts
 from triptych.router.passes.autoscaling import wanted
 from triptych.router.replay import end_recording, open_scheduler
-from triptych.router.scheduler import Timeouts
 
 logger = logging.getLogger(__name__)
 

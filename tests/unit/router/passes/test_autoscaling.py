@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from triptych.core.config import RouterConfig
 from triptych.core.messages import Register, Report, Request, Sampling, Slo, Stage, Submit
+from triptych.router.events.peers import Timeouts
 from triptych.router.passes.autoscaling import BusyTime, Demand, wanted
-from triptych.router.scheduler import Scheduler, Timeouts
+from triptych.router.scheduler import Scheduler
 from triptych.simulator import Cluster
 
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")

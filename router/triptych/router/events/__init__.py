@@ -1,0 +1,1 @@
+"""What messages do to the state of the router, by whom they come from."""

@@ -58,7 +58,7 @@ class ModelConfig:
 
     @property
     def arithmetic(self) -> str:
-        """What decides, beside the checkpoint, which numbers a model computes."""
+        """Data type and quantization: with the checkpoint, they determine all results."""
         return self.dtype if self.quantization == "auto" else f"{self.dtype}, {self.quantization}"
 
     @property

@@ -154,7 +154,7 @@ class Request:
 
     @property
     def prompt_key(self) -> tuple[str, int | None, int, tuple[int, ...]]:
-        """What requests have in common for which prefill computes the same keys and values."""
+        """Equal for requests whose prompts have the same keys and values."""
         return (self.cache_salt, self.cached_at_most, self.known_prompt_tokens, self.known)
 
     @property

@@ -44,94 +44,56 @@ class IngressMetrics:
     """
 
     def __init__(self) -> None:
-        own = CollectorRegistry()
-        self.registry = own
-        self.first_token = Histogram(
-            "triptych_time_to_first_token_seconds",
-            "From admission to the first token.",
-            registry=own,
-            buckets=TTFT_BUCKETS,
-        )
-        self.inter_token = Histogram(
-            "triptych_inter_token_latency_seconds",
-            "Time between two output tokens of one choice.",
-            registry=own,
-            buckets=TOKEN_BUCKETS,
-        )
-        self.per_token = Histogram(
-            "triptych_request_time_per_output_token_seconds",
-            "Mean time per output token of one choice, without the first.",
-            registry=own,
-            buckets=TOKEN_BUCKETS,
-        )
-        self.end_to_end = Histogram(
-            "triptych_e2e_request_latency_seconds",
-            "From admission to the last token.",
-            registry=own,
-            buckets=REQUEST_BUCKETS,
-        )
-        self.decode_time = Histogram(
-            "triptych_request_decode_time_seconds",
-            "From the first to the last token of one choice.",
-            registry=own,
-            buckets=REQUEST_BUCKETS,
-        )
-        self.prompt_length = Histogram(
-            "triptych_request_prompt_tokens",
-            "Tokens of the prompt of one choice.",
-            registry=own,
-            buckets=LENGTH_BUCKETS,
-        )
-        self.output_length = Histogram(
-            "triptych_request_generation_tokens",
-            "Output tokens of one choice.",
-            registry=own,
-            buckets=LENGTH_BUCKETS,
-        )
-        self.prompt_tokens = Counter(
-            "triptych_prompt_tokens",
-            "Tokens of prompts with at least one output token.",
-            registry=own,
-        )
-        self.cached_tokens = Counter(
-            "triptych_prompt_tokens_cached",
-            "Prompt tokens that were in the prefix cache.",
-            registry=own,
-        )
-        self.generation_tokens = Counter(
-            "triptych_generation_tokens", "Output tokens.", registry=own
-        )
-        self.success = Counter(
-            "triptych_request_success",
+        self.registry = own = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"triptych_{name}", text, registry=own, buckets=buckets)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"triptych_{name}", text, labels, registry=own)
+
+        # fmt: off
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From admission to the first token.", TTFT_BUCKETS)
+        self.inter_token = histogram(
+            "inter_token_latency_seconds",
+            "Time between two output tokens of one choice.", TOKEN_BUCKETS)
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per output token of one choice, without the first.", TOKEN_BUCKETS)
+        self.end_to_end = histogram(
+            "e2e_request_latency_seconds", "From admission to the last token.", REQUEST_BUCKETS)
+        self.decode_time = histogram(
+            "request_decode_time_seconds",
+            "From the first to the last token of one choice.", REQUEST_BUCKETS)
+        self.prompt_length = histogram(
+            "request_prompt_tokens", "Tokens of the prompt of one choice.", LENGTH_BUCKETS)
+        self.output_length = histogram(
+            "request_generation_tokens", "Output tokens of one choice.", LENGTH_BUCKETS)
+
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Tokens of prompts with at least one output token.")
+        self.cached_tokens = counter(
+            "prompt_tokens_cached", "Prompt tokens that were in the prefix cache.")
+        self.generation_tokens = counter("generation_tokens", "Output tokens.")
+        self.success = counter(
+            "request_success",
             "Finished choices by reason; abort: the client disconnected, or the timeout passed.",
-            ["finished_reason"],
-            registry=own,
-        )
-        self.ended_by = Counter(
-            "triptych_answers_ended_by_plugin",
-            "Finished choices that a plug-in of the decode step ended.",
-            ["plugin"],
-            registry=own,
-        )
-        self.failed = Counter(
-            "triptych_request_failed", "Choices that ended in an error.", registry=own
-        )
-        self.rejections = Counter(
-            "triptych_admission_rejections",
-            "Rejected client requests, by reason.",
-            ["reason"],
-            registry=own,
-        )
+            "finished_reason")
+        self.ended_by = counter(
+            "answers_ended_by_plugin",
+            "Finished choices that a plug-in of the decode step ended.", "plugin")
+        self.failed = counter("request_failed", "Choices that ended in an error.")
+        self.rejections = counter(
+            "admission_rejections", "Rejected client requests, by reason.", "reason")
+        self.raw_bytes = counter(
+            "kv_raw_bytes", "Bytes of keys and values before compression.")
+        self.stored_bytes = counter("kv_stored_bytes", "Bytes of keys and values as stored.")
+        # fmt: on
         self.open = Gauge(
             "triptych_num_requests_open",
             "Choices that clients wait for: running, waiting, or on their way to the client.",
             registry=own,
-        )
-        self.raw_bytes = Counter(
-            "triptych_kv_raw_bytes", "Bytes of keys and values before compression.", registry=own
-        )
-        self.stored_bytes = Counter(
-            "triptych_kv_stored_bytes", "Bytes of keys and values as stored.", registry=own
         )
         for reason in FINISH_REASONS:
             self.success.labels(reason)

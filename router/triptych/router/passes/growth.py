@@ -116,7 +116,7 @@ class Growth:
         )
 
     def _profile(self, request: Request) -> str:
-        """What requests have in common whose pages are taken to be alike."""
+        """Key of the statistics of page bytes: the policy, and the floor if there is one."""
         policy = self.bookings.model.plan.policy.name
         return policy if request.floor == "low" else f"{policy}, floor {request.floor}"
 

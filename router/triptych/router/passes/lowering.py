@@ -85,12 +85,12 @@ class MemoryLowering:
         return bool(coming or chosen)
 
     def _is_coming(self, name: str) -> bool:
-        """Whether a worker will answer; not if it died and another one is to take over."""
+        """Whether a worker will answer a ``Lower``. A request whose worker died is not decoding."""
         entry = self.cluster.requests.get(name)
         return entry is not None and entry.state is State.DECODING
 
     def _gains(self, arena: str) -> list[tuple[int, str]]:
-        """What each request of an arena can probably free, the youngest first."""
+        """Expected bytes that each request of an arena can free, with its name; youngest first."""
         running = (one for one in self.cluster.requests.in_state(State.DECODING))
         able = [one for one in running if self._may_lower(one, arena)]
         able.sort(key=lambda one: (one.arrived, one.id), reverse=True)
@@ -98,7 +98,7 @@ class MemoryLowering:
         return [one for one in gains if one[0] >= self.bookings.row_bytes]
 
     def _may_lower(self, entry: Entry, arena: str) -> bool:
-        """Whether it would help; not if the bound is booked, which lowering rarely reduces."""
+        """Whether a request may be lowered. One that has booked its bound would free little."""
         place, booking = entry.placement, entry.booking
         return (
             place.work_arena == place.final_arena == arena
@@ -191,7 +191,7 @@ class MemoryLowering:
         ledger.bind(entry.id, bound)
 
     def _note(self, entry: Entry, message: Lowered, reason: str, now: float) -> None:
-        """Record what a request holds after a lowering, and tell whoever explains it."""
+        """Update the bytes that a request holds, its report, the counters and the decision log."""
         page_bytes, report = self.bookings.model.plan.page_bytes, entry.transfer.report
         self.cluster.ledger.hold(entry.id, message.pages * page_bytes)
         self.cluster.counters["growth:lowered"] += not entry.was_lowered

@@ -88,7 +88,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
-    """What waits before each stage, and what memory allows."""
+    """Number of requests before each stage, workers of the stages, and how many fit into memory."""
 
     waiting: int
     """Requests that have not started."""

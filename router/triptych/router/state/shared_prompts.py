@@ -57,7 +57,7 @@ def waits(*, left_tokens: float, queue_tokens: int, shared_tokens: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a request in work computes that others may use."""
+    """Blocks of a prompt that a running request computes, and that others may wait for."""
 
     prompt: EqualPrompt
     arena: str

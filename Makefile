@@ -9,13 +9,14 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
 PARTS := core kernels kvpool router workers simulator evals loadgen deployments cli
 SLOW  := slow or integration or e2e or gpu
 OWN   := interpreter
+LONG  := tests/e2e/test_endings.py tests/e2e/test_replicas.py tests/e2e/test_nodes.py
 SLOWEST := --durations=20 --durations-min=5
 
 # Ray sends nothing home unless it is asked to.
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test interpreter explore bench clients abuse endings stalls repeats storm load wheel readme docs proto lock clean
+.PHONY: help setup serve check test interpreter explore bench clients abuse endings cluster stalls repeats storm load wheel readme docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -50,7 +51,7 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope $(SLOWEST) \
 		tests/unit tests/integration -m "$(SLOW)"
 	@echo "==> end-to-end tests"
-	@$(BIN)/pytest -q $(SLOWEST) --ignore=tests/e2e/test_endings.py tests/e2e
+	@$(BIN)/pytest -q $(SLOWEST) $(addprefix --ignore=,$(LONG)) tests/e2e
 
 interpreter: $(READY) ## run the longest tests of GPU code in Triton's interpreter (3 minutes)
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/test_gpu.py -m "$(OWN)"
@@ -75,6 +76,9 @@ abuse: $(READY) ## send hostile requests of three seeds to a server, beside a we
 
 endings: $(READY) ## stop, redeploy and interrupt servers with streams open (4 minutes)
 	@$(BIN)/pytest -q $(SLOWEST) tests/e2e/test_endings.py
+
+cluster: $(READY) ## kill and freeze workers, pools and nodes among several replicas and nodes (5 minutes)
+	@$(BIN)/pytest -q $(SLOWEST) tests/e2e/test_replicas.py tests/e2e/test_nodes.py
 
 stalls: $(READY) ## stop each process of a server for 1 to 30 s under load (15 minutes)
 	@$(BIN)/python -m tests.e2e.stalls --json benchmarks/results/stalls.json

@@ -43,8 +43,12 @@ def dense(
     *,
     window: int = 0,
     softcap: float = 0.0,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one head in float64: output [n, d], sums [N]; the last n keys are new."""
+    """Attention of one head in float64: output [n, d], sums [N]; the last n keys are new.
+
+    A sink is one more key, whose value is not added.
+    """
     asked = positions[-len(query) :, None]
     logits = query.double() @ key.double().T * query.shape[1] ** -0.5
     if softcap > 0:
@@ -52,11 +56,16 @@ def dense(
     hidden = positions > asked
     if window > 0:
         hidden |= asked - positions >= window
-    weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if sink is not None:
+        logits = torch.cat([logits, sink.double().expand(len(query), 1)], 1)
+    weights = logits.softmax(-1)[:, : len(key)]
     return weights @ value.double(), weights.sum(0)
 
 
-def check(backend: str, batch: Batch, tolerance: float, **options: Any) -> None:
+def check(
+    backend: str, batch: Batch, tolerance: float, sinks: Tensor | None = None, **options: Any
+) -> None:
     """Compare output and significance of a batch without a past to ``dense``, by head."""
     heads, kv_heads, dim = batch.query.shape[1], batch.key.shape[1], batch.query.shape[2]
     longest = max(end - start for start, end in pairwise(batch.offsets))
@@ -68,6 +77,7 @@ def check(backend: str, batch: Batch, tolerance: float, **options: Any) -> None:
         batch.offsets,
         scale=dim**-0.5,
         significance=sums,
+        sinks=sinks,
         **options,
     )
     assert got.dtype == batch.query.dtype
@@ -81,6 +91,7 @@ def check(backend: str, batch: Batch, tolerance: float, **options: Any) -> None:
                 batch.key[part, mine],
                 batch.value[part, mine],
                 torch.arange(count),
+                sink=None if sinks is None else sinks[head],
                 **options,
             )
             torch.testing.assert_close(
@@ -112,6 +123,15 @@ def test_bfloat16_inputs_give_a_bfloat16_output(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_windows_and_soft_caps_change_the_weights(backend: str, options: dict[str, Any]) -> None:
     check(backend, ragged_batch(RAGGED, 6, 2, 64), 1e-5, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 33, "softcap": 1.5}])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_take_part_in_the_softmax_and_have_no_value(
+    backend: str, options: dict[str, Any]
+) -> None:
+    sinks = torch.tensor([-100.0, -1.0, 0.0, 1.0, 3.0, 40.0])
+    check(backend, ragged_batch(RAGGED, 6, 2, 64), 1e-5, sinks, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

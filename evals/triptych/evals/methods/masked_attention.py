@@ -23,7 +23,7 @@ from triptych.evals.data.cases import Case
 from triptych.evals.methods.eviction import WINDOW_TOKENS, PromptAttention
 from triptych.evals.methods.page_retrieval import LayerQueries
 from triptych.evals.studies.runner import BATCH_CASES
-from triptych.workers.models.attention_interface import Attend
+from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.facts import ModelFacts, describe
 from triptych.workers.models.hf_model import HFModel
 
@@ -90,14 +90,12 @@ class RecordingAttention(Attend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        _check_plain(layer, window, softcap)
+        _check_plain(layer, traits, sinks)
         tokens = len(query)
-        grouped = _by_kv_head(query, key.shape[1]) * scale
+        grouped = _by_kv_head(query, key.shape[1]) * traits.scale
         keys, values = key.transpose(0, 1), value.transpose(0, 1)
         sums = torch.zeros(*grouped.shape[:2], tokens)
         out = torch.empty_like(grouped)
@@ -134,17 +132,15 @@ class MaskedAttention(Attend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        _check_plain(layer, window, softcap)
+        _check_plain(layer, traits, sinks)
         first = self._keys[layer].shape[1]
         keys = torch.cat([self._keys[layer], key.transpose(0, 1)], 1)
         values = torch.cat([self._values[layer], value.transpose(0, 1)], 1)
         self._keys[layer], self._values[layer] = keys, values
-        grouped = _by_kv_head(query, key.shape[1]) * scale
+        grouped = _by_kv_head(query, key.shape[1]) * traits.scale
         weights = _weights(grouped, keys, first)
         total = weights.shape[0] * sum(range(first + 1, first + len(query) + 1))
         queries = LayerQueries(
@@ -236,10 +232,11 @@ class MaskedModel:
         return self.model(torch.tensor(tokens), positions, attend, wanted)
 
 
-def _check_plain(layer: int, window: int, softcap: float) -> None:
-    if window or softcap:
+def _check_plain(layer: int, traits: LayerTraits, sinks: Tensor | None) -> None:
+    if traits.window or traits.softcap or sinks is not None:
         raise ModelError(
-            f"layer {layer}: sliding window {window}, softcap {softcap:g}; baselines know plain "
+            f"layer {layer}: sliding window {traits.window}, softcap {traits.softcap:g}, "
+            f"{'no ' if sinks is None else ''}attention sinks; baselines know plain "
             "attention only, leave them out for this model"
         )
 

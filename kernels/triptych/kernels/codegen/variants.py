@@ -180,13 +180,24 @@ def _prefill() -> Iterator[Planned]:
     for dim, name, kind in wanted:
         query = _meta(100, 8 * kind.group, dim, dtype=kind.dtype)
         key, sums = query[:, :8], _meta(2, 8 * kind.group, 200, dtype=torch.float32)
+        sinks = _meta(8 * kind.group, dtype=torch.float32) if kind is RICH else None
         past = None
         if name is not None:
             past = Past(_arena(dim), _layout(name, dim), _meta(2, 8, 300), _meta(2, 8))
         yield (
             f"{f'past {name}' if name else 'alone'} d{dim} {kind}",
             prefill.plan(
-                query, key, key, [0, 40, 100], 0.1, kind.window, kind.softcap, past, sums, query
+                query,
+                key,
+                key,
+                [0, 40, 100],
+                0.1,
+                kind.window,
+                kind.softcap,
+                sinks,
+                past,
+                sums,
+                query,
             ),
         )
 

@@ -37,6 +37,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     past: Past | None = None,
     significance: Tensor | None = None,
 ) -> Tensor:
@@ -49,10 +50,10 @@ def prefill_attention(
         sums = None if significance is None else significance[index]
         queries, mixed, is_even = query[start:end], out[start:end], _has_no_gap(keys, end - start)
         if is_even or sums is None:
-            _attend(queries, keys, mixed, scale, window, softcap, sums)
+            _attend(queries, keys, mixed, scale, window, softcap, sinks, sums)
         else:
             padded = torch.zeros(len(sums), keys.positions.shape[1])
-            _attend(queries, keys, mixed, scale, window, softcap, padded)
+            _attend(queries, keys, mixed, scale, window, softcap, sinks, padded)
             add_sums(sums, padded, keys, end - start)
     return out
 
@@ -69,6 +70,7 @@ def _attend(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None,
     sums: Tensor | None,
 ) -> None:
     """Write attention of one sequence to ``out`` [n, H, d]; add to ``sums`` [H, N] if given."""
@@ -96,6 +98,9 @@ def _attend(
         else:
             logits[:, :, :size].masked_fill_(hidden[:, :, start:end, :seen], float("-inf"))
         weights = logits.softmax(-1)
+        if sinks is not None:
+            total = logits.logsumexp(-1)
+            weights *= torch.sigmoid(total - sinks.view(kv_heads, group, 1))[..., None]
         if sums is not None:
             received = weights[:, :, :size, : first + end].reshape(heads, size, first + end)
             sums[:, : first + end] += received.sum(1)

@@ -56,6 +56,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     past: Past | None = None,
     significance: Tensor | None = None,
 ) -> Tensor:
@@ -68,7 +69,7 @@ def prefill_attention(
              the products, with the log-sum-exps of the first pass
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    options = (scale, window, softcap, past, significance, out)
+    options = (scale, window, softcap, sinks, past, significance, out)
     for launch in plan(query, key, value, offsets, *options):
         launch.run()
     return out
@@ -82,12 +83,13 @@ def plan(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None,
     past: Past | None,
     significance: Tensor | None,
     out: Tensor,
 ) -> list[Launch]:
     """The launches of one call: output, and with ``significance`` sums over new and past keys."""
-    _check(query, key, value, past, significance)
+    _check(query, key, value, past, significance, sinks)
     total, heads, dim = query.shape
     sequences = len(offsets) - 1
     longest = max((end - start for start, end in pairwise(offsets)), default=0)
@@ -114,7 +116,7 @@ def plan(
         "TYPE": _type_of(query.dtype),
     }
     arguments = (
-        query, key, value, out, lse, starts, first, *key.stride()[:2], *value.stride()[:2],
+        query, key, value, out, lse, sinks, starts, first, *key.stride()[:2], *value.stride()[:2],
         *shared,
     )  # fmt: skip
     grid = (-(-longest // block.queries), heads, sequences)
@@ -169,15 +171,25 @@ def _past_arguments(past: Past | None) -> Iterator[Argument]:
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, past: Past | None, significance: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past: Past | None,
+    significance: Tensor | None,
+    sinks: Tensor | None,
 ) -> None:
     """Raise ``ConfigError`` unless there are kernels for the inputs."""
-    check_device("prefill_attention", query, key, value, significance)
+    check_device("prefill_attention", query, key, value, significance, sinks)
     dim = query.shape[2]
     if query.dtype not in VECTOR_TYPES or {key.dtype, value.dtype} != {query.dtype}:
         raise ConfigError(
             f"prefill_attention: query {query.dtype}, key {key.dtype}, value {value.dtype}: "
             "expected float32, bfloat16 or float16 for all"
+        )
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != query.shape[1:2]):
+        raise ConfigError(
+            f"prefill_attention: sinks {tuple(sinks.shape)} {sinks.dtype}: expected float32 "
+            f"({query.shape[1]},)"
         )
     if dim > max(BLOCKS):
         raise ConfigError(

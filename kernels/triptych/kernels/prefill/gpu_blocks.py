@@ -64,7 +64,7 @@ def add_tile(logits, values, peak, mass, mixed):
 
 @triton.jit
 def attend_chunks(
-    query, key, value, out, lse, starts, first, key_token, key_head, value_token, value_head,
+    query, key, value, out, lse, sinks, starts, first, key_token, key_head, value_token, value_head,
     scale, cap, window, arena, page_count, table, width, by_sequence, by_head, by_page, counts,
     count_sequence, count_head,
     FORM: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
@@ -84,8 +84,12 @@ def attend_chunks(
     query_index = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     line = (start.to(tl.int64) * heads + head) * DIM
     tile = rows_at(query + line, heads * DIM, query_index, count, DIM, WIDE, TYPE)
-    peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    mass = tl.full([QUERIES], 0.0, tl.float32)
+    if sinks is not None:
+        peak = tl.full([QUERIES], 1.4426950408889634, tl.float32) * tl.load(sinks + head)
+        mass = tl.full([QUERIES], 1.0, tl.float32)
+    else:
+        peak = tl.full([QUERIES], float("-inf"), tl.float32)
+        mass = tl.full([QUERIES], 0.0, tl.float32)
     mixed = tl.full([QUERIES, WIDE], 0.0, tl.float32)
     if FORM is not None:
         table, known = past_of(

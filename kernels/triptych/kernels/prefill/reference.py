@@ -34,6 +34,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     past: Past | None = None,
     significance: Tensor | None = None,
 ) -> Tensor:
@@ -42,15 +43,19 @@ def prefill_attention(
     Sequence b has the tokens ``offsets[b]`` to ``offsets[b + 1]`` of the flat batch. Each token
     attends to all past tokens of its sequence and to new ones up to itself. The positions of new
     tokens follow the largest position of the past. ``window > 0`` hides keys that are ``window``
-    or more positions old; ``softcap > 0`` caps logits by tanh.
+    or more positions old; ``softcap > 0`` caps logits by tanh. ``sinks``: a logit of each head
+    that takes part in every softmax and has no value; neither is it scaled or capped.
 
     ``significance`` is added to in place and so accumulates over chunks: entry [b, h, j] grows by
     the attention that key j of head h, past keys first, receives from the new queries. None: it is
     not computed, which is faster.
 
-    Shapes:  query [T, H, d]; key, value [T, KH, d]; significance [B, H, N] -> [T, H, d]
-    Dtypes:  query, key, value float32 or bfloat16 alike, and the output; significance float32
-    Source:  LeanKV and DiffKV (token significance from attention); SARATHI (chunks)
+    Shapes:  query [T, H, d]; key, value [T, KH, d]; sinks [H]; significance [B, H, N]
+             -> [T, H, d]
+    Dtypes:  query, key, value float32 or bfloat16 alike, and the output; sinks and significance
+             float32
+    Source:  LeanKV and DiffKV (token significance from attention); SARATHI (chunks); GPT-OSS
+             (sinks)
     """
     out = torch.empty_like(query)
     for index, (start, end) in enumerate(pairwise(offsets)):
@@ -62,6 +67,8 @@ def prefill_attention(
         group = query.shape[1] // key.shape[1]
         logits = logits.masked_fill(hidden.repeat_interleave(group, 0), float("-inf"))
         weights = logits.softmax(-1)
+        if sinks is not None:
+            weights *= torch.sigmoid(logits.logsumexp(-1) - sinks[:, None])[..., None]
         attended = weights @ keys.value.repeat_interleave(group, 0)
         out[start:end] = attended.transpose(0, 1).to(out.dtype)
         if significance is not None:

@@ -29,6 +29,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     past: Past | None = None,
     also_plain: bool = False,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Compare output and significance to the reference; nothing else may be written.
@@ -45,13 +46,15 @@ def check(
     (got_sums,) = device.take(want_sums.clone())
     options = {"scale": head_dim**-0.5, **options}
     want = prefill_attention.on("reference")(
-        query, key, value, offsets, past=past, significance=want_sums, **options
+        query, key, value, offsets, past=past, significance=want_sums, sinks=sinks, **options
     )
     moved = None
     if past is not None:
         arena, pages, tokens = device.take(past.arena, past.pages, past.tokens)
         moved = Past(arena, past.layout, pages, tokens)
     inputs = device.take(query, key, value)
+    if sinks is not None:
+        (options["sinks"],) = device.take(sinks)
     attend = prefill_attention.on("cuda")
     got = attend(*inputs, offsets, past=moved, significance=got_sums, **options)
     assert got.dtype == dtype
@@ -85,6 +88,18 @@ def test_16_bit_inputs_give_an_output_of_the_same_type(
 @pytest.mark.parametrize("options", [{"window": 1}, {"window": 33}, {"softcap": 1.5}])
 def test_windows_and_soft_caps_change_the_weights(options: dict[str, Any], device: Any) -> None:
     check(device, RAGGED, 4, 2, 64, **options)
+
+
+@pytest.mark.parametrize("options", [{"also_plain": True}, {"window": 33, "softcap": 1.5}])
+def test_sinks_take_part_in_the_softmax_and_have_no_value(
+    options: dict[str, Any], device: Any, new_cache: NewCache
+) -> None:
+    sinks = torch.tensor([-100.0, -1.0, 2.0, 40.0])
+    check(device, RAGGED, 4, 2, 64, sinks=sinks, **options)
+    cache = new_cache(64, pages=60)
+    section = cache.fill("k8v4", [[40, 11], [0, 0]]).section
+    past = Past(cache.arena, section.layout, section.pages, section.tokens)
+    check(device, [20, 5], 4, 2, 64, past=past, sinks=sinks, **options)
 
 
 @pytest.mark.parametrize(

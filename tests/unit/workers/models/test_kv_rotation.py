@@ -7,6 +7,7 @@ from torch import Tensor
 from triptych.core.layout import Geometry
 from triptych.core.policy import KVRotation
 from triptych.kernels.hadamard import hadamard
+from triptych.workers.models.attention_interface import LayerTraits
 from triptych.workers.models.kv_rotation import Coordinates
 
 
@@ -15,16 +16,14 @@ def dense(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
+    traits: LayerTraits,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Every query sees every key. Shapes: (T, H, D); (T, KH, D) twice"""
-    assert (window, softcap) == (0, 0.0)
+    assert (traits.window, traits.softcap, sinks) == (0, 0.0, None)
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    weights = torch.einsum("qhd,khd->hqk", query, key).mul(scale).softmax(-1)
+    weights = torch.einsum("qhd,khd->hqk", query, key).mul(traits.scale).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -51,10 +50,10 @@ def test_attention_is_that_of_the_model(dim: int, dtype: torch.dtype) -> None:
     query, key, value = torch.randn(11, 6, dim), torch.randn(11, 2, dim), torch.randn(11, 2, dim)
     for layer in range(3):
         mixed = coordinates.around(dense)(
-            layer, query.to(dtype), key.to(dtype), value.to(dtype), scale=0.2, window=0, softcap=0.0
+            layer, query.to(dtype), key.to(dtype), value.to(dtype), LayerTraits(scale=0.2)
         )
         exact = [part.to(dtype).float() for part in (query, key, value)]
-        want = dense(layer, *exact, scale=0.2, window=0, softcap=0.0)
+        want = dense(layer, *exact, LayerTraits(scale=0.2))
         assert mixed.dtype == dtype
         assert torch.allclose(mixed.float(), want, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
@@ -62,7 +61,7 @@ def test_attention_is_that_of_the_model(dim: int, dtype: torch.dtype) -> None:
 def test_the_centre_is_what_pages_do_not_hold() -> None:
     seen = list[Tensor]()
 
-    def note(layer: int, query: Tensor, key: Tensor, value: Tensor, **_: float) -> Tensor:
+    def note(layer: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
         seen.append(key)
         return query
 
@@ -72,7 +71,7 @@ def test_the_centre_is_what_pages_do_not_hold() -> None:
     coordinates = Coordinates.of(rotation, geometry)
     assert coordinates is not None
     key = centre.float().expand(5, 1, 32)
-    coordinates.around(note)(0, key, key, key, scale=1.0, window=0, softcap=0.0)
+    coordinates.around(note)(0, key, key, key, LayerTraits(scale=1.0))
     assert torch.allclose(seen[0], torch.zeros(5, 1, 32), atol=1e-6)
 
 

@@ -10,9 +10,11 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2MoeConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.families import FAMILIES
 from tests.quantized import FORMATS, write_quantized
-from tests.tiny import save_tiny_model
+from tests.tiny import byte_tokenizer, save_tiny_model
 from triptych.core.config import DType, Quantization
 from triptych.core.errors import ModelError
 from triptych.workers.models.facts import describe
@@ -49,7 +51,7 @@ def logits_of(path: Path, dtype: DType = "float32", quantization: Quantization =
     network = load(path, dtype, quantization=quantization).network
     assert isinstance(network, FusedModel)
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
         query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
         mixed = nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True
@@ -137,6 +139,34 @@ def test_layers_of_transformers_are_dequantized(tmp_path: Path, original: Path) 
     torch.testing.assert_close(weight, read["model.layers.1.self_attn.q_proj.weight"])
     with pytest.raises(ModelError, match="int4 needs a CPU and plain layers"):
         load(small, "float32", quantization="int4")
+
+
+def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    AutoModelForCausalLM.from_config(FAMILIES["GPT-OSS"]()).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    file = path / "model.safetensors"
+    stored, expected = load_file(file), dict[str, Tensor]()
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 126, blocks.shape[:-1], dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(ModelError, match="in a way that is not read"):
+        describe(path)
+    configure(path, {"quant_method": "mxfp4"})
+    assert describe(path).layers[0].window > 0
+    network = load(path, "float32").network
+    assert isinstance(network, HFModel)
+    assert len(expected) == 4
+    for name, weight in expected.items():
+        torch.testing.assert_close(network.model.get_parameter(name), weight, rtol=0, atol=0)
+    stored["model.layers.0.mlp.experts.down_proj_scales"] = scales[:, :-1].contiguous()
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(ModelError, match="down_proj: its quantized parts do not fit"):
+        load(path, "float32")
 
 
 # ------------------------------------------------------------------ the grid

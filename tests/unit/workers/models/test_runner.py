@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from triptych.workers.models.attention_interface import LayerTraits
 from triptych.workers.models.load import load
 from triptych.workers.models.runner import ModelRunner
 from triptych.workers.models.weights.linear import pack
@@ -32,11 +33,10 @@ class FakePages:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        assert sinks is None
         counts = [count for _, count in self.batch]
         parts = zip(query.split(counts), key.split(counts), value.split(counts), strict=True)
         outs = list[Tensor]()
@@ -44,22 +44,20 @@ class FakePages:
             place = (layer, sequence)
             self.keys[place] = torch.cat([self.keys.get(place, k[:0]), k])
             self.values[place] = torch.cat([self.values.get(place, v[:0]), v])
-            outs.append(attention(q, self.keys[place], self.values[place], scale, window, softcap))
+            outs.append(attention(q, self.keys[place], self.values[place], traits))
         return torch.cat(outs)
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, traits: LayerTraits) -> Tensor:
     """Causal attention of the last tokens of one sequence over all of them."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    logits = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * traits.scale
+    if traits.softcap:
+        logits = traits.softcap * torch.tanh(logits / traits.softcap)
     positions = torch.arange(key.shape[0])
     distance = positions[key.shape[0] - query.shape[0] :, None] - positions
-    visible = (distance >= 0) & ((distance < window) if window else True)
+    visible = (distance >= 0) & ((distance < traits.window) if traits.window else True)
     weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value.float()).to(query.dtype)
 

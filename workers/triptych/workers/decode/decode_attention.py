@@ -22,6 +22,7 @@ from triptych.workers.device import Device
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.prefetch import Prefetcher
+from triptych.workers.models.attention_interface import LayerTraits
 
 Ids = NDArray[np.int32]
 Ids64 = NDArray[np.int64]
@@ -118,10 +119,7 @@ class TokenScores:
         lse: Tensor,
         slots: Tensor,
         positions: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
+        traits: LayerTraits,
     ) -> None:
         """Add to the scores of a layer, then record it. This part is not idempotent.
 
@@ -137,9 +135,9 @@ class TokenScores:
             self._of_layer[layer],
             slots,
             lse,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            scale=traits.scale,
+            window=traits.window,
+            softcap=traits.softcap,
             positions=positions,
             weight=self._weight,
             mirror=memory.mirror,
@@ -173,31 +171,30 @@ class PlainAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         sections, placed = self._sections.of_layer[layer], self._placed
         where = placed.slots, placed.places, placed.positions
         memory, scores = self._memory, self._scores
         append_tokens(memory.near, sections[0], key, value, *where, mirror=memory.mirror)
-        lse = None if scores is None else _empty_lse(query)
+        lse = _empty_lse(query) if scores is not None or sinks is not None else None
         mixed = decode_attention(
             query,
             memory.near,
             sections,
             placed.slots,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            scale=traits.scale,
+            window=traits.window,
+            softcap=traits.softcap,
             positions=placed.positions,
             lse=lse,
         )
+        if sinks is not None and lse is not None:
+            _add_sinks(sinks, mixed, lse)
         if scores is not None and lse is not None:
-            at = self._scored, placed.positions
-            scores.add(layer, query, lse, *at, scale=scale, window=window, softcap=softcap)
+            scores.add(layer, query, lse, self._scored, placed.positions, traits)
         return mixed.to(query.dtype)
 
 
@@ -230,18 +227,18 @@ class PageAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         self._store(layer, key, value)
         sections = self._sections.of_layer[layer]
         due = self._due_in(layer)
-        lse = None if due is None else _empty_lse(query)
+        lse = _empty_lse(query) if due is not None or sinks is not None else None
         choice = self._choice
-        lists = choice.lists(layer, query, scale=scale, window=window) if choice else None
+        lists = (
+            choice.lists(layer, query, scale=traits.scale, window=traits.window) if choice else None
+        )
         if self._prefetcher is not None:
             self._prefetcher.layer(layer, self._new.slots, lists)
         mixed = decode_attention(
@@ -249,24 +246,18 @@ class PageAttention:
             self._memory.near,
             sections,
             self._placed.slots,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            scale=traits.scale,
+            window=traits.window,
+            softcap=traits.softcap,
             positions=self._placed.positions,
             lse=lse,
             page_lists=lists,
         )
+        if sinks is not None and lse is not None:
+            _add_sinks(sinks, mixed, lse)
         if due is not None and lse is not None:
-            self._scores.add(
-                layer,
-                query[due.at],
-                lse[due.at],
-                due.slots,
-                due.positions,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-            )
+            at, slots, positions = due.at, due.slots, due.positions
+            self._scores.add(layer, query[at], lse[at], slots, positions, traits)
         return mixed.to(query.dtype)
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -316,3 +307,12 @@ class _Scored:
 
 def _empty_lse(query: Tensor) -> Tensor:
     return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+
+
+def _add_sinks(sinks: Tensor, mixed: Tensor, lse: Tensor) -> None:
+    """Add a logit without a value to the softmax of each head, in place.
+
+    Shapes: sinks (H,); mixed (B, H, D); lse (B, H)
+    """
+    mixed *= torch.sigmoid(lse - sinks)[..., None]
+    torch.logaddexp(lse, sinks, out=lse)

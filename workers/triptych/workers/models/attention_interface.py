@@ -10,32 +10,6 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Attend(Protocol):
-    """Attention of one step: stores new keys and values, and attends to each sequence's own."""
-
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> Tensor:
-        """Attention of one layer over T new tokens.
-
-        A key is visible to a query of the same sequence if ``0 <= query position - key
-        position``, and ``< window`` where the layer has a sliding window (0: none). With
-        a ``softcap``, logits become ``softcap * tanh(logits / softcap)``.
-
-        Shapes:  query (T, H, D); key, value (T, KH, D) -> (T, H, D)
-        Dtypes:  all of the model's type; keys and queries are already rotated
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTraits:
     """Scale, window and softcap of one layer's attention."""
@@ -45,3 +19,29 @@ class LayerTraits:
     """Sliding window in tokens; 0: none."""
     softcap: float = 0.0
     """Bound of the logits; 0: none."""
+
+
+class Attend(Protocol):
+    """Attention of one step: stores new keys and values, and attends to each sequence's own."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one layer over T new tokens.
+
+        A key is visible to a query of the same sequence if ``0 <= query position - key
+        position``, and ``< window`` where the layer has a sliding window (0: none). With
+        a ``softcap``, logits become ``softcap * tanh(logits / softcap)``. ``sinks``: a logit of
+        each head that takes part in every softmax and has no value (GPT-OSS); None: none.
+
+        Shapes:  query (T, H, D); key, value (T, KH, D); sinks (H,) -> (T, H, D)
+        Dtypes:  all of the model's type; keys and queries are already rotated; sinks
+                 float32
+        """
+        ...

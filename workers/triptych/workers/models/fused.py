@@ -217,16 +217,8 @@ class FusedModel:
             parts = (block.query_norm(qkv[:, :heads]), block.key_norm(qkv[:, heads:rotated]))
             query_key = torch.cat(parts, dim=1)
         query_key = rotate(query_key, cos, sin)
-        traits = block.traits
-        mixed = attend(
-            layer,
-            query_key[:, :heads],
-            query_key[:, heads:],
-            qkv[:, rotated:],
-            scale=traits.scale,
-            window=traits.window,
-            softcap=traits.softcap,
-        )
+        query, key, value = query_key[:, :heads], query_key[:, heads:], qkv[:, rotated:]
+        mixed = attend(layer, query, key, value, block.traits)
         return mixed.reshape(normed.shape[0], -1)
 
 

@@ -5,7 +5,7 @@ transformers calls the function registered under ``ATTENTION``.
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -27,8 +27,8 @@ from triptych.workers.models.weights.scheme import scheme_of
 
 ATTENTION = "triptych"
 
-AttendLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Layer; query, key and value as (T, H, D) -> (T, H, D of values)"""
+AttendLayer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Layer; query, key and value as (T, H, D); sinks (H,) -> (T, H, D of values)"""
 
 _attend: ContextVar[AttendLayer] = ContextVar("attend")
 """Attention of the pass that runs. Not every model passes arguments on to its attention."""
@@ -76,13 +76,16 @@ class HFModel:
         Dtypes:  int64; float32 out
         """
 
-        def attend_padded(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend_padded(
+            layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        ) -> Tensor:
             mixed = attend(
                 layer,
                 self._padded(query),
                 self._padded(key),
                 self._padded(value),
-                **asdict(self.layers[layer]),
+                self.layers[layer],
+                None if sinks is None else sinks.float(),
             )
             return mixed[:, :, : value.shape[2]]
 
@@ -123,15 +126,21 @@ def read_model(
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: object,
+    s_aux: Tensor | None = None,
+    **__: object,
 ) -> tuple[Tensor, None]:
     """The attention function for transformers: (1, H, T, D) in, (1, T, H, D) out.
 
     Its other arguments were observed before the model was loaded.
     """
-    heads = (part[0].transpose(0, 1) for part in (query, key, value))
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]  # every layer has one
-    return _attend.get()(layer, *heads).unsqueeze(0), None
+    return _attend.get()(layer, query, key, value, s_aux).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, _attention)  # pyright: ignore[reportUnknownMemberType]

@@ -19,7 +19,7 @@ from triptych.core.layout import Geometry
 from triptych.core.policy import KVRotation
 from triptych.kernels import rotate_back, rotate_kv
 from triptych.kernels.hadamard import hadamard
-from triptych.workers.models.attention_interface import Attend
+from triptych.workers.models.attention_interface import Attend, LayerTraits
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,10 @@ class Coordinates:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes in float32, so that the rotation adds no 16-bit rounding."""
         rotated = rotate_kv(query, key, value, self.centre[layer])
-        mixed = attend(layer, *rotated, scale=scale, window=window, softcap=softcap)
+        mixed = attend(layer, *rotated, traits, sinks)
         return rotate_back(mixed, query.dtype)

@@ -11,6 +11,7 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import Past, prefill_attention, round_tokens, store_tokens
 from triptych.kvpool import Arena
 from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.models.attention_interface import LayerTraits
 from triptych.workers.prefill.prompt_batch import PrefillChunk
 
 Ids = NDArray[np.int32]
@@ -61,10 +62,8 @@ class ChunkAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Shapes: query (T, H, D); key, value (T, KH, D) -> (T, H, D)"""
         memory, layer = self._memory.near, layer - self._first_layer
@@ -85,9 +84,10 @@ class ChunkAttention:
         mixed = prefill_attention(
             *given,
             self._offsets,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            scale=traits.scale,
+            window=traits.window,
+            softcap=traits.softcap,
+            sinks=sinks,
             past=past,
             significance=sums,
         )

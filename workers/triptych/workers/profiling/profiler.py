@@ -22,7 +22,7 @@ from triptych.kernels import PageLists, observe_ops
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.read_stats import Lists, Reading, reading_of
-from triptych.workers.models.attention_interface import Attend
+from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.runner import Runner
 from triptych.workers.prefill.prefill_engine import PrefillEngine
@@ -172,14 +172,12 @@ class Profiler:
             query: Tensor,
             key: Tensor,
             value: Tensor,
-            *,
-            scale: float,
-            window: int,
-            softcap: float,
+            traits: LayerTraits,
+            sinks: Tensor | None = None,
         ) -> Tensor:
             cuts.extend((PRODUCTS, layer, clock()))
             self._layer, self._between = layer, ATTENTION
-            mixed = attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+            mixed = attend(layer, query, key, value, traits, sinks)
             cuts.extend((ATTENTION, layer, clock()))
             self._between = PRODUCTS
             return mixed

@@ -44,7 +44,8 @@ WITHOUT_EFFECT = {
 }
 """Arguments of attention functions that change no score. Positions are in queries and keys."""
 
-_SINKS = ("s_aux", "sinks", "learnable_sink")
+_SINKS = ("sinks", "learnable_sink")
+"""Names that no model of transformers passes; ``s_aux`` is taken."""
 
 _current: ContextVar[tuple[AttentionCall, int]] = ContextVar("observed_attention")
 
@@ -68,6 +69,7 @@ def _observed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     call, context = _current.get()
@@ -76,6 +78,8 @@ def _observed_attention(
         raise ModelError("a layer attends to other tokens than those of its input")
     if isinstance(scaling, Tensor) or isinstance(softcap, Tensor):
         raise ModelError("its scale of attention scores depends on the input")
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise ModelError(f"attention sinks {tuple(s_aux.shape)}: expected one for each query head")
     window = _window(module, attention_mask, sliding_window, query.shape[1], context)
     traits = LayerTraits(
         scale=float(query.shape[3] ** -0.5 if scaling is None else scaling),

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from triptych.core.errors import ModelError
 from triptych.kernels.prefill.reference import prefill_attention
-from triptych.workers.models.attention_interface import Attend
+from triptych.workers.models.attention_interface import Attend, LayerTraits
 
 Network = Callable[[Tensor, Tensor, Attend, Tensor], Tensor]
 """Tokens, positions, attention and indices of tokens -> logits of these"""
@@ -61,11 +61,18 @@ def _causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
+    traits: LayerTraits,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """An ``Attend`` of whole sequences of these lengths."""
     ends = (0, *accumulate(LENGTHS))
-    return prefill_attention(query, key, value, ends, scale=scale, window=window, softcap=softcap)
+    return prefill_attention(
+        query,
+        key,
+        value,
+        ends,
+        scale=traits.scale,
+        window=traits.window,
+        softcap=traits.softcap,
+        sinks=sinks,
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ModelError
+from triptych.workers.models.weights import mxfp4
 from triptych.workers.models.weights.scheme import QuantizationScheme
 from triptych.workers.models.weights.stored_form import (
     PARTS,
@@ -31,16 +32,19 @@ class DequantizedWeights(Mapping[str, Tensor]):
     scheme: QuantizationScheme
 
     def __getitem__(self, name: str) -> Tensor:
-        """Quantized weights come in float32.
+        """Quantized weights come in float32, MXFP4 ones in bfloat16.
 
         Raises: ModelError if the parts of a weight do not fit each other
         """
+        blocks = self.stored.get(f"{name}{mxfp4.BLOCKS}")
         module = name.removesuffix(".weight")
         beside = {part: f"{module}.{part}" for part in (*WORDS, *PARTS)}
         parts = {part: self.stored[at] for part, at in beside.items() if at in self.stored}
         try:
+            if blocks is not None:
+                return mxfp4.dequantized(blocks, self.stored[f"{name}{mxfp4.SCALES}"])
             return self._dequantized(name, parts)
-        except (RuntimeError, IndexError, ValueError, ZeroDivisionError) as error:
+        except (KeyError, RuntimeError, IndexError, ValueError, ZeroDivisionError) as error:
             raise ModelError(
                 f"{name}: its quantized parts do not fit each other: {error}"
             ) from error
@@ -48,10 +52,15 @@ class DequantizedWeights(Mapping[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         for name in self.stored:
             last = name.rpartition(".")[2]
-            if last in WORDS:
+            if name.endswith(mxfp4.BLOCKS):
+                yield name.removesuffix(mxfp4.BLOCKS)
+            elif last in WORDS:
                 yield weight_name(name)
-            elif last not in (*PARTS, *UNUSED):
+            elif last not in (*PARTS, *UNUSED) and not self._is_scale(name):
                 yield name
+
+    def _is_scale(self, name: str) -> bool:
+        return self.scheme.method == "mxfp4" and name.endswith(mxfp4.SCALES)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

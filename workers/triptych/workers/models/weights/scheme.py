@@ -8,9 +8,9 @@ from typing import Literal, cast
 
 from triptych.core.errors import ModelError
 
-Method = Literal["gptq", "awq", "fp8", "compressed-tensors"]
+Method = Literal["gptq", "awq", "fp8", "mxfp4", "compressed-tensors"]
 
-READ = "GPTQ with 4 or 8 bits, AWQ with 4, FP8, and compressed-tensors with 4 or 8 bits"
+READ = "GPTQ with 4 or 8 bits, AWQ with 4, FP8, MXFP4, and compressed-tensors with 4 or 8 bits"
 """What is read."""
 _BITS: Mapping[str, tuple[int, ...]] = {"gptq": (4, 8), "awq": (4,)}
 _FORMATS = ("pack-quantized", "float-quantized", "naive-quantized", "int-quantized")
@@ -35,7 +35,7 @@ class QuantizationScheme:
         >>> QuantizationScheme("gptq", 4).label
         'GPTQ, 4 bits'
         """
-        labels: Mapping[str, str] = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8"}
+        labels: Mapping[str, str] = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4"}
         return f"{labels.get(self.method, self.method)}, {self.bits} bits"
 
 
@@ -74,6 +74,8 @@ def _parse(found: Mapping[str, object]) -> QuantizationScheme:
     if method == "fp8":
         block = cast("list[int]", found.get("weight_block_size") or _BLOCK)
         return QuantizationScheme("fp8", 8, block=(int(block[0]), int(block[1])))
+    if method == "mxfp4":
+        return QuantizationScheme("mxfp4", 4)
     _require(method == "compressed-tensors", f"quant_method {method!r}")
     return _compressed(found)
 

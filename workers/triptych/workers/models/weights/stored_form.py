@@ -5,6 +5,7 @@ from pathlib import Path
 
 from triptych.core.errors import ModelError
 from triptych.workers.models.store.tensor_headers import StoredTensor
+from triptych.workers.models.weights import mxfp4
 from triptych.workers.models.weights.scheme import READ, QuantizationScheme, scheme_of
 
 WORD_BITS = 32
@@ -40,7 +41,13 @@ def weights_of_parts(path: Path, found: Mapping[str, StoredTensor]) -> dict[str,
     weights = dict[str, StoredTensor]()
     for name, tensor in found.items():
         last = _last(name)
-        if last in WORDS:
+        if scheme.method == "mxfp4":
+            if name.endswith(mxfp4.BLOCKS):
+                shape = mxfp4.weight_shape(tensor.shape)
+                weights[name.removesuffix(mxfp4.BLOCKS)] = StoredTensor("BF16", shape)
+            elif not name.endswith(mxfp4.SCALES):
+                weights[name] = tensor
+        elif last in WORDS:
             weights[weight_name(name)] = StoredTensor("F32", _unpacked(tensor.shape, scheme))
         elif last not in (*PARTS, *UNUSED):
             weights[name] = tensor
@@ -61,13 +68,17 @@ def _last(name: str) -> str:
 
 def _is_quantized(name: str, tensor: StoredTensor) -> bool:
     is_narrow = name.endswith(".weight") and tensor.dtype not in _PLAIN
-    return is_narrow or _last(name) in (*WORDS, *PARTS, *_OTHERS)
+    is_part = _last(name) in (*WORDS, *PARTS, *_OTHERS) or name.endswith(mxfp4.BLOCKS)
+    return is_narrow or is_part
 
 
 def _fits(name: str, tensor: StoredTensor, found: Mapping[str, StoredTensor]) -> bool:
     """Whether a tensor is words, a part, or a weight of a type that is read."""
     if _last(name) in WORDS:
         return tensor.dtype == "I32" and len(tensor.shape) == 2
+    if name.endswith(mxfp4.BLOCKS):
+        beside = f"{name.removesuffix(mxfp4.BLOCKS)}{mxfp4.SCALES}"
+        return tensor.dtype == "U8" and len(tensor.shape) == 4 and beside in found
     if tensor.dtype in _NARROW and _last(name) == "weight":
         return f"{name}_scale" in found or f"{name}_scale_inv" in found
     return tensor.dtype in _PLAIN or not name.endswith(".weight")

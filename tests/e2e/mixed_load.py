@@ -88,6 +88,8 @@ class Growth:
     slope_mb_per_minute: float
     """Of the resident memory without shared memory: pages of the arena count once they are used."""
     slope_with_shared: float
+    by_minute: list[float]
+    """Mean MB in each minute, the warm-up included, without shared memory."""
 
 
 @dataclass
@@ -330,9 +332,17 @@ class Memory:
                     last_mb=round(late[-1][1], 1),
                     slope_mb_per_minute=_slope(minutes, [own for _, own, _ in late]),
                     slope_with_shared=_slope(minutes, [rss for _, _, rss in late]),
+                    by_minute=_by_minute(rows),
                 )
             )
         return sorted(found, key=lambda one: -one.slope_mb_per_minute)
+
+
+def _by_minute(rows: Sequence[Sample]) -> list[float]:
+    grouped = dict[int, list[float]]()
+    for at_s, own, _ in rows:
+        grouped.setdefault(int(at_s // 60), []).append(own)
+    return [round(sum(own) / len(own), 1) for own in grouped.values()]
 
 
 def _slope(minutes: Sequence[float], megabytes: Sequence[float]) -> float:

@@ -1,5 +1,6 @@
 """Start a Triptych server for a benchmark, and stop all its processes afterwards."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -37,7 +38,12 @@ def serving(args: dict[str, object], port: int, folder: Path) -> Iterator[Server
     start = time.perf_counter()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, str(config)], stdout=output, stderr=output, stdin=subprocess.DEVNULL
+            [*command, str(config)],
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            # As `triptych serve` sets it: by default Ray's workers yield to everything else.
+            env={"RAY_worker_niceness": "0"} | os.environ,
         )
         try:
             url = f"http://127.0.0.1:{port}"

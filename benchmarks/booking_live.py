@@ -160,6 +160,10 @@ def measure(booking: str, asked: argparse.Namespace) -> Row:
         output_tokens=live.tokens,
         output_tokens_per_s=round(live.tokens / took, 1),
         failed=len(live.failed),
+        decoding_by_second=[
+            max((one.decoding for one in live.samples if one.at_s <= second), default=0)
+            for second in range(1, 11)
+        ],
     )
 
 

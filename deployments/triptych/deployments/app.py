@@ -87,6 +87,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         fidelity=profile.fidelity_of(config) if profile else (),
         offers=offers_of(config.decode, pages.policy, can_exit=facts.is_plain),
         context_tokens=config.context_tokens(facts.context_tokens),
+        vocab_tokens=facts.vocab_size,
         revision=facts.revision,
         run_dir=new_run_dir(),
         chat_template=template,

@@ -39,6 +39,8 @@ class AppPlan:
     """Text of the operator's chat template; empty: that of the model."""
     token: str = field(default="", repr=False)
     """Token between processes of different nodes, unless a file is configured."""
+    vocab_tokens: int = 0
+    """Token ids that the model has: a tokenizer may know more; 0: as many as the tokenizer."""
     shards: int = 1
     """Shards of the application, each with a router of its own."""
     shard: int = 0

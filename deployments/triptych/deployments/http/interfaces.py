@@ -34,6 +34,8 @@ class ModelCard:
     else 0."""
     window_tokens: int = 0
     """Tokens of the model's own context, if it is smaller and windows are used; else 0."""
+    vocab_tokens: int = 0
+    """Token ids that the model has; 0: as many as the tokenizer."""
     created: int
     """Unix time in seconds."""
     fidelity: tuple[Fidelity, ...] = ()

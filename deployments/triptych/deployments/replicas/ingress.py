@@ -55,6 +55,7 @@ class IngressReplica:
                 context_tokens=self._plan.longest_request_tokens,
                 served_tokens=self._plan.max_model_len,
                 window_tokens=self._plan.context_tokens,
+                vocab_tokens=self._plan.vocab_tokens,
                 created=int(time.time()),
                 fidelity=self._plan.fidelity,
                 floor=self._plan.config.compressor.floor,

@@ -1,5 +1,6 @@
 """Prompts that are longer than the model's context, as clients meet them."""
 
+import copy
 from collections.abc import AsyncIterator
 
 import httpx
@@ -83,3 +84,36 @@ async def test_a_chat_without_max_tokens_is_bounded_by_what_is_served(
         refused = await client.post("/v1/completions", json=body(500))
         assert refused.status_code == 400
         assert "maximum context length is 500 tokens" in refused.text
+
+
+async def test_what_only_the_tokenizer_knows_is_refused(
+    engine: FakeEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Models exist whose tokenizers have tokens beyond the embedding."""
+    marked = copy.deepcopy(tokenizer)
+    marked.add_tokens(["<later>"])
+    last = len(marked) - 1
+    card = ModelCard(name="tiny", context_tokens=2048, vocab_tokens=last, created=0)
+    serving = OpenAIServing(engine=engine, tokenizer=marked, model=card, config=IngressConfig())
+    transport = httpx.ASGITransport(app=create_app(serving))
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        for route, asked, param in (
+            ("completions", {"prompt": "the <later> weather"}, "prompt"),
+            ("completions", {"prompt": [5, last]}, "prompt"),
+            ("completions", {"prompt": [5, last], "echo": True}, "prompt"),
+            ("completions", {"prompt": "a", "logit_bias": {str(last): 1}}, f"logit_bias.{last}"),
+            ("completions", {"prompt": "a", "stop_token_ids": [last]}, "stop_token_ids"),
+            (
+                "chat/completions",
+                {"messages": [{"role": "user", "content": "<later>"}]},
+                "messages",
+            ),
+        ):
+            answer = await client.post(f"/v1/{route}", json={"max_tokens": 1, **asked})
+            assert answer.status_code == 400, (asked, answer.text)
+            error = answer.json()["error"]
+            assert error["param"] == param
+            assert str(last) in error["message"]
+        for fine in ({"prompt": "the weather"}, {"prompt": [5, last - 1]}):
+            answer = await client.post("/v1/completions", json={"max_tokens": 1, **fine})
+            assert answer.status_code == 200, answer.text

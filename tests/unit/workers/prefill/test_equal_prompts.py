@@ -305,3 +305,27 @@ def test_requests_that_begin_alike_read_their_beginning_from_the_cache(tiny_mode
         assert server.counters["shared_prompt:tokens"] == 2 * (PROMPT // block * block)
     assert [outcome(one) for one in answers] == alone
     assert [one.cached_tokens for one in answers] == [0, *2 * [PROMPT // block * block]]
+
+
+@pytest.mark.parametrize("prompts", ["equal", "others"])
+def test_an_answer_that_cannot_begin_fails_alone(
+    prefills: Prefills, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = prefills.engine.answers.start
+    seeds = [0, 0, 0] if prompts == "equal" else [1, 2, 3]
+    asked = [request(name, seed) for name, seed in zip("abc", seeds, strict=True)]
+    prefills.take(*asked)
+    prefills.finish()
+    expected = {name: prefills.done[name].first_token for name in "ac"}
+    prefills.done.clear()
+
+    def start(one: Request) -> object:
+        if one.id == "b":
+            raise ValueError("no such grammar")
+        return begin(one)
+
+    monkeypatch.setattr(type(prefills.engine.answers), "start", lambda _, one: start(one))
+    prefills.take(*asked)
+    prefills.finish()
+    assert prefills.refused == ["b"]
+    assert {name: done.first_token for name, done in prefills.done.items()} == expected

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -175,3 +176,19 @@ def test_a_tag_that_is_one_token_is_text_of_the_grammar() -> None:
     allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     assert list(allowed.nonzero()[0]) == [end]
     assert with_text_tokens(made, [], [end]) is made
+
+
+def test_a_tokenizer_may_know_more_tokens_than_the_model(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model, path)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<later>", special=True), AddedToken("zz", special=False)])
+    tokenizer.save_pretrained(path)
+    settings = {
+        "model": {"name": "tiny", "dtype": "float32"},
+        "pool": {"kv_cache_memory_bytes": 16 << 20},
+        "compressor": {"policy": "uniform:k8v4", "recent_window_tokens": 4},
+    }
+    with LocalServer(AppConfig.from_mapping(settings), path) as server:
+        for answer in answers(server, grammar.from_regex("zzzz|[a-c]{6}")):
+            assert re.fullmatch("zzzz|[a-c]{6}", answer.text), answer

@@ -2,6 +2,7 @@
 # Some methods of tensors have no types.
 """The prefill stage: computes prompts in chunks, stores raw pages, samples the first token."""
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ from triptych.workers.prefill.prompt_logprobs import PromptLogprobRows
 from triptych.workers.sampling.output import OutputFactory, OutputProcessor
 from triptych.workers.sampling.sampler import Draw, sample
 from triptych.workers.stage import refuse
+
+logger = logging.getLogger(__name__)
 
 Ids = NDArray[np.int32]
 NO_PAGES: Ids = np.empty((0, 0, 0), np.int32)
@@ -340,14 +343,19 @@ class PrefillEngine:
         """Sample first tokens, and hand over the pages of unfinished requests."""
         if not done:
             return []
-        requests = [(prompt, request) for prompt in done for request in prompt.requests]
-        if len(requests) > len(done):
-            row = [index for index, prompt in enumerate(done) for _ in prompt.requests]
-            logits = logits[self.device.put(np.array(row, np.int64))]
-        answers = [self.answers.start(request) for _, request in requests]
-        drawn = self.draw(logits, [answer.sampler_row for answer in answers])
         sends, going_on = list[Send](), list[Started]()
-        for (prompt, request), answer, draw in zip(requests, answers, drawn, strict=True):
+        rows, started = list[int](), list[Started]()
+        for row, prompt in enumerate(done):
+            for request in prompt.requests:
+                answer = self._start_answer(request, sends)
+                if answer is not None:
+                    rows.append(row)
+                    started.append(Started(prompt, request, answer))
+        if rows != list(range(len(done))):
+            logits = logits[self.device.put(np.array(rows, np.int64))]
+        drawn = self.draw(logits, [one.answer.sampler_row for one in started]) if started else []
+        for one, draw in zip(started, drawn, strict=True):
+            prompt, request, answer = one.prompt, one.request, one.answer
             answer.cached_tokens = min(prompt.cached, len(request.prompt))
             if prompt.scores is not None:
                 answer.prompt_logprobs = prompt.scores.packed()
@@ -357,10 +365,20 @@ class PrefillEngine:
                 sends.append(refuse(request.id, error))
                 continue
             if answer.finish is None:
-                going_on.append(Started(prompt, request, answer))
+                going_on.append(one)
             else:
                 sends.append(_prefilled(prompt, request, answer, None))
         return [*sends, *self._hand_over(done, going_on)]
+
+    def _start_answer(self, request: Request, sends: list[Send]) -> OutputProcessor | None:
+        """The answer to a prompt; None if it cannot begin, which fails this request alone."""
+        try:
+            return self.answers.start(request)
+        except Exception as error:  # others of the step go on
+            logger.exception("%s: its answer cannot begin", request.id)
+            cause = error if isinstance(error, TriptychError) else TriptychError("internal error")
+            sends.append(refuse(request.id, cause))
+            return None
 
     def _store_significance(self, prompt: Prompt) -> None:
         """Store the attention that each token received in the score segments of its pages."""

@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false
 """Guided decoding: masks the logits of tokens that a grammar does not allow next."""
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -123,14 +124,26 @@ class GrammarMatcherFactory:
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        tokens = self.model.tokenizer.backend.to_str()
-        ends = list(self.model.eos_token_ids)
-        made = LLTokenizer(tokens, n_vocab=self.model.vocab_size, eos_token=ends or None)
+        size, ends = self.model.vocab_size, list(self.model.eos_token_ids)
+        tokens = without_tokens_from(self.model.tokenizer.backend.to_str(), size)
+        made = LLTokenizer(tokens, n_vocab=size, eos_token=ends or None)
         added = self.model.tokenizer.added_tokens_decoder
-        texts = [token for token, content in added.items() if not content.special]
+        texts = [i for i, content in added.items() if not content.special and i < size]
         vocabulary = Vocabulary(with_text_tokens(made, texts, ends))
         _ = vocabulary.begins_with_digit
         return vocabulary
+
+
+def without_tokens_from(tokenizer: str, size: int) -> str:
+    """A tokenizer's JSON without added tokens from id ``size`` on, which the model does not have.
+
+    A grammar that demands the text of such a token would otherwise allow that token alone.
+    """
+    read = json.loads(tokenizer)
+    known = [token for token in read["added_tokens"] if token["id"] < size]
+    if len(known) == len(read["added_tokens"]):
+        return tokenizer
+    return json.dumps({**read, "added_tokens": known})
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ class RequestBuilder:
         tools = tools_of(body)
         most = self._most_tokens(body)
         prompt = await self.encode_messages(body.messages, body, tools, max_tokens=most)
+        self.check_token_ids(prompt, "messages")
         prompt = self._truncated(prompt, body)
         logprobs = body.top_logprobs if body.logprobs else -1
         thinking = self._template.thinking(await self._codec.decode(prompt[-TAIL_TOKENS:]))
@@ -157,6 +158,8 @@ class RequestBuilder:
         if body.best_of > body.n:
             raise Unsupported("best_of larger than n", "best_of")
         given = await self._encode_prompts(body)
+        for prompt in given:
+            self.check_token_ids(prompt, "prompt")
         prompts = [self._truncated(prompt, body) for prompt in given]
         whole = body.prompts if prompts == given else prompts
         texts = await self._texts(whole) if body.echo else [""] * len(prompts)
@@ -312,10 +315,7 @@ class RequestBuilder:
             self._codec.check_length(len(text), "prompt")
         if texts:
             return await self._codec.encode_all(texts, max_tokens=self._most_tokens(body))
-        ids = [prompt for prompt in body.prompts if not isinstance(prompt, str)]
-        for prompt in ids:
-            self.check_token_ids(prompt, "prompt")
-        return ids
+        return [prompt for prompt in body.prompts if not isinstance(prompt, str)]
 
     def _most_tokens(self, body: GenerationBody) -> int:
         """The tokens up to which a prompt is encoded; fewer if it is not to be truncated."""
@@ -324,9 +324,15 @@ class RequestBuilder:
 
     def check_token_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises: RequestError if an id is outside of the vocabulary"""
-        size = self._codec.vocab_tokens
+        size = self._vocab_tokens
         if ids and max(ids) >= size:
             raise RequestError(f"token id {max(ids)}: the vocabulary has {size} tokens", param)
+
+    @property
+    def _vocab_tokens(self) -> int:
+        """Token ids that tokenizer and model both have. Either can have more than the other."""
+        known = self._codec.vocab_tokens
+        return min(known, self._model.vocab_tokens or known)
 
     async def _texts(self, prompts: Sequence[str | list[int]]) -> list[str]:
         return [p if isinstance(p, str) else await self._codec.decode(p) for p in prompts]
@@ -466,7 +472,7 @@ class RequestBuilder:
         return float(given if is_given else self._model.sampling_defaults.get(name, given))
 
     def _logit_bias(self, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-        size = self._codec.vocab_tokens
+        size = self._vocab_tokens
         for key in bias:
             fits = key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < size
             if not fits:

@@ -16,7 +16,7 @@ SLOWEST := --durations=20 --durations-min=5
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test interpreter explore bench clients abuse endings cluster stalls repeats storm load wheel readme docs proto lock clean
+.PHONY: help setup serve check test interpreter conformance explore bench clients abuse endings cluster stalls repeats storm load wheel readme docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -55,6 +55,12 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 
 interpreter: $(READY) ## run the longest tests of GPU code in Triton's interpreter (3 minutes)
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/test_gpu.py -m "$(OWN)"
+
+conformance: $(READY) ## run the suite that every compression method must pass (3 minutes)
+	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/conformance \
+		tests/unit/core/test_methods.py tests/unit/workers/test_methods_together.py
+	@$(BIN)/pytest -q $(SLOWEST) tests/unit/test_gpu.py -k test_gpu_methods
+	@$(BIN)/pytest -q $(SLOWEST) tests/integration/faults/test_deaths_of_methods.py
 
 explore: $(READY) ## property tests on examples that differ at every run
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --hypothesis-profile explore \

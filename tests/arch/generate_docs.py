@@ -25,7 +25,7 @@ from triptych.cli.main import app
 from triptych.core import errors
 from triptych.core.config import AppConfig, StepPluginConfig
 from triptych.core.layout import FORMATS, PageLayout
-from triptych.core.policy import COMPRESSION_POLICIES
+from triptych.core.methods.table import METHODS
 from triptych.deployments.grpc.service import CODES
 from triptych.kvpool.plugins import EVICTION_POLICIES
 from triptych.router.plugins import BATCH_POLICIES, PLACEMENT_POLICIES
@@ -129,7 +129,7 @@ def formats() -> str:
 def policies() -> str:
     """What stands in the plug-in tables."""
     kinds = (
-        ("compression", "compressor.policy", COMPRESSION_POLICIES),
+        ("compression", "compressor.policy", METHODS),
         ("batching", "router.batch_policy", BATCH_POLICIES),
         ("placement", "router.placement", PLACEMENT_POLICIES),
         ("decode step", "decode.plugins", STEP_PLUGINS),

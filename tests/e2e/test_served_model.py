@@ -38,6 +38,8 @@ from triptych.deployments.grpc.triptych_pb2_grpc import TriptychStub
 pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2-135m-instruct"
+METHODS = ["uniform:k8v4", "uniform:k4v2", "uniform:fp16"]
+"""Compression methods beside the default."""
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 ENTROPY_STOP = {
     "name": "entropy_stop",
@@ -59,6 +61,7 @@ def server(start: Callable[..., Any], grpc_port: int) -> Any:
         model={"name": MODEL, "dtype": "float32"},
         ingress={"grpc_port": grpc_port, "open_admin": True},
         decode={"plugins": [ENTROPY_STOP]},
+        compressor={"methods": METHODS},
     )
 
 
@@ -72,6 +75,52 @@ def test_nothing_is_copied_between_stages(server: Any, client: openai.OpenAI) ->
     client.completions.create(model=MODEL, prompt="word " * 200, max_tokens=40)
     assert set(server.metrics("triptych_workers_bytes_copied").values()) == {0.0}
     assert server.metric("triptych_kv_raw_bytes_total") > 0
+
+
+def test_requests_of_four_methods_at_once_answer_as_each_does_alone(server: Any) -> None:
+    """Each says its method and ratio, and the error where somebody measured it."""
+    card = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    assert card["compression_methods"] == ["diffkv", *METHODS]
+    text = "Rivers carry sand to the sea, and the sea carries it along the coast. " * 12
+
+    def body(method: str, number: int) -> dict[str, Any]:
+        # Without a cached prefix, whose salts differ.
+        asked = {"model": MODEL, "prompt": f"{number}. {text}", "max_tokens": 24}
+        more = {"temperature": 0, "ignore_eos": True, "cache_salt": f"{method} {number}"}
+        return {**asked, **more, "compression": {"method": method}}
+
+    bodies = [body(method, n) for n in range(4) for method in card["compression_methods"]]
+
+    async def ask(client: httpx.AsyncClient, one: dict[str, Any]) -> dict[str, Any]:
+        one = {**one, "cache_salt": f"{one['cache_salt']} {random.random()}"}
+        response = await client.post(f"{server.url}/v1/completions", json=one, timeout=200)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def both() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        async with httpx.AsyncClient() as client:
+            together = await asyncio.gather(*(ask(client, one) for one in bodies))
+            return together, [await ask(client, one) for one in bodies[:8]]
+
+    together, alone = asyncio.run(both())
+    texts = [answer["choices"][0]["text"] for answer in together]
+    assert texts[:8] == [answer["choices"][0]["text"] for answer in alone]
+    told = [answer["usage"]["compression"] for answer in together]
+    assert [one["method"] for one in told] == [one["compression"]["method"] for one in bodies]
+    ratios = {one["method"]: one["ratio"] for one in told}
+    assert ratios["uniform:k4v2"] > ratios["uniform:k8v4"] > ratios["uniform:fp16"]
+    assert all((one["estimated_error"] is None) == (one["method"] != "diffkv") for one in told)
+    unknown = httpx.post(
+        f"{server.url}/v1/completions",
+        json={"model": MODEL, "prompt": "x", "max_tokens": 1},
+        headers={"x-compression-method": "kivi"},
+    )
+    assert unknown.status_code == 400
+    assert unknown.json()["error"]["code"] == "unknown_method"
+    counts = server.metrics("triptych_compression_method_choices_total")
+    assert len(counts) == 4
+    assert all(count >= 4 for count in counts.values())
+    server.wait_until(lambda: server.pages_held() == 0, timeout_s=20)
 
 
 def test_what_a_client_asked_before_is_not_computed_again(server: Any) -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 CASES = sorted(Path(__file__).parent.glob("*/gpu/test_*.py"))
-LONG = {f"test_gpu_{name}" for name in ("decode", "engines", "prefill", "resume", "select")}
+LONG = {
+    f"test_gpu_{name}" for name in ("decode", "engines", "methods", "prefill", "resume", "select")
+}
 """Files that take so long that only ``make interpreter`` runs them."""
 
 

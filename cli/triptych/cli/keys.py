@@ -37,6 +37,9 @@ def new(
     floor: Annotated[
         Floor, typer.Option(help="Lowest class that may store tokens of its requests.")
     ] = "low",
+    method: Annotated[
+        str, typer.Option(help="Compression method of its requests that name none; empty: default.")
+    ] = "",
     admin: Annotated[
         bool, typer.Option("--admin", help="Allow the key to read router decisions and profiles.")
     ] = False,
@@ -54,6 +57,7 @@ def new(
         "requests_per_minute": per_minute,
         "weight": weight,
         "floor": floor,
+        "method": method,
         "admin": admin,
     }
     if as_json:

@@ -205,6 +205,19 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class UnknownMethod(RequestError):
+    """The request names a compression method that this server does not offer."""
+
+    code = "unknown_method"
+
+    def __init__(self, method: str, offered: tuple[str, ...]) -> None:
+        super(RequestError, self).__init__(method, offered)
+        self.method, self.offered = method, offered
+        names = ", ".join(map(repr, offered))
+        self.message = f"no compression method {method[:64]!r}: this server offers {names}"
+        self.param = "compression.method"
+
+
 class PromptTooLong(RequestError):
     """Prompt and output exceed the model's context or the server's memory."""
 

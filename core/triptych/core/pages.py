@@ -1,10 +1,11 @@
 """The page plan: the size of a page, and which formats hold which tokens of a request."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from triptych.core.config import AppConfig, PoolConfig
-from triptych.core.errors import ConfigError
+from triptych.core.errors import ConfigError, UnknownMethod
 from triptych.core.layout import (
     ALIGN_BYTES,
     FORMATS,
@@ -14,6 +15,7 @@ from triptych.core.layout import (
     default_page_bytes,
     page_format,
 )
+from triptych.core.methods.table import policies_of
 from triptych.core.policy import Policy
 from triptych.core.profile import Profile
 
@@ -41,6 +43,9 @@ class PagePlan:
     that a short prompt does not take a whole page for each head row. Decode writes new tokens to
     recent pages. When so many of them are older than the window that they free the bytes of a high
     page, they move to high and low pages. A 16-bit policy leaves all tokens in raw pages.
+
+    A server can offer several methods: this is the plan of its default one, and ``of_method`` has
+    those of the others. They differ in the policy alone.
     """
 
     geometry: Geometry
@@ -61,6 +66,8 @@ class PagePlan:
     """Layers of a longer prompt that are prefilled and handed over at a time; 0: all."""
     key_order: KeyOrder = "channel"
     """Order of quantized keys in a page: by channel for decode on a CPU, by token on a GPU."""
+    others: tuple[Policy, ...] = ()
+    """Policies of the methods that a request may name beside the default one, ``policy``."""
 
     @classmethod
     def of(
@@ -76,25 +83,46 @@ class PagePlan:
         ``is_plain``: whether its layers can be run a few at a time.
         """
         page = config.pool.page_bytes
+        default, *others = policies_of(config.compressor, profile)
         plan = cls(
             geometry,
             default_page_bytes(geometry.head_dim, on_disk=bool(config.pool.arena_path))
             if page == "auto"
             else page,
-            Policy.of(config.compressor, profile),
+            default,
             share_pages=config.pool.share_pages,
             repeatable_prompts=config.pool.repeatable_prompts,
             head_budgets=_head_budgets(config, profile),
             key_order="token" if config.decode.actor.num_gpus else "channel",
+            others=tuple(others),
         )
-        plan.check_formats()
+        for one in plan.by_method.values():
+            one.check_formats()
         plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
-        if is_plain and plan.compresses and not plan.prefix_bytes:
+        compress = any(one.compresses for one in plan.by_method.values())
+        if is_plain and compress and not plan.prefix_bytes:
             chunk_tokens = config.prefill.max_num_batched_tokens
             layers = config.experimental.layers_at_once
             plan = replace(plan, chunk_tokens=chunk_tokens, layers_at_once=layers)
         plan.check_capacity(config.pool.kv_cache_memory_bytes - plan.prefix_bytes)
         return plan
+
+    @cached_property
+    def by_method(self) -> Mapping[str, "PagePlan"]:
+        """The plan of each method that the server offers, its default first."""
+        plans = {policy.name: replace(self, policy=policy, others=()) for policy in self.others}
+        return {self.policy.name: self, **plans}
+
+    def of_method(self, name: str) -> "PagePlan":
+        """The plan of a method; of the default one for an empty name.
+
+        Raises: UnknownMethod if the server does not offer it
+        """
+        if not name:
+            return self
+        if name not in self.by_method:
+            raise UnknownMethod(name, tuple(self.by_method))
+        return self.by_method[name]
 
     def bytes_for_prefixes(self, config: PoolConfig) -> int:
         """Resolve ``pool.prefix_bytes``: ``auto`` is a quarter, or 0 if that holds too little.
@@ -172,7 +200,7 @@ class PagePlan:
     @property
     def compresses(self) -> bool:
         """False if the policy keeps 16 bits: then raw pages are the final ones."""
-        return self.high.format.is_quantized
+        return self.policy.is_quantized
 
     @cached_property
     def sink_tokens(self) -> int:
@@ -224,7 +252,8 @@ class PagePlan:
         step computes more than ``chunk_tokens`` tokens in all layers.
         """
         every = self.geometry.layers
-        if not self.layers_at_once or prompt_tokens <= self.chunk_tokens:
+        is_whole = not (self.layers_at_once and self.compresses)
+        if is_whole or prompt_tokens <= self.chunk_tokens:
             return every
         of_a_step = self.chunk_tokens * every // prompt_tokens
         return min(self.layers_at_once, of_a_step) or every
@@ -232,7 +261,7 @@ class PagePlan:
     @property
     def layer_group_bounds(self) -> tuple[int, ...]:
         """Prompt lengths between which ``layers_of`` is constant: it may change after each."""
-        if not self.layers_at_once:
+        if not (self.layers_at_once and self.compresses):
             return ()
         every = self.geometry.layers
         steps = {self.chunk_tokens * every // layers for layers in range(1, every + 1)}

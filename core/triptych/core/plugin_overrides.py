@@ -37,6 +37,29 @@ class OverridablePlugin:
     """Labels of the plug-ins that it depends on."""
     drops_tokens: bool = False
     """Whether it drops tokens, which no request with the floor ``high`` may have."""
+    needs_scores: bool = False
+    """Whether it needs the scores of tokens, which not every compression method measures."""
+
+
+def check_scores(
+    method: str,
+    scoring: Sequence[str],
+    plugins: Sequence[OverridablePlugin],
+    overrides: Sequence[PluginOverride],
+) -> None:
+    """Raise RequestError if a request switches on a plug-in that its method gives no scores.
+
+    ``scoring``: the methods that score tokens.
+    """
+    needing = {one.plugin for one in plugins if one.needs_scores}
+    chosen = [one.plugin for one in overrides if one.on and one.plugin in needing]
+    if chosen and method not in scoring:
+        names = ", ".join(map(repr, scoring)) or "none here"
+        text = (
+            f"{chosen[0]!r} needs the scores of tokens, which the compression method {method!r} "
+            f"does not measure (methods that do: {names}): leave it out, or choose one of those"
+        )
+        raise RequestError(text, f"plugins.{chosen[0]}")
 
 
 def check_floor(

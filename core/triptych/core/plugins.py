@@ -1,7 +1,7 @@
 """Names of the compression policies, which the settings are checked against.
 
-The table from names to functions is ``policy.COMPRESSION_POLICIES``: policies read settings, so
-settings do not import policies.
+The table from names to methods is ``methods.table.METHODS``: methods read settings, so settings do
+not import methods.
 """
 
 from triptych.core.registry import PluginNames

@@ -1,14 +1,11 @@
 """The compression policy, resolved: which formats hold a request's tokens, and by what rule."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
 from triptych.core.layout import page_format
-from triptych.core.plugins import POLICY_NAMES
 from triptych.core.profile import Profile, Settings
-from triptych.core.registry import Registry
 
 T = TypeVar("T", str, int, float)
 
@@ -61,19 +58,8 @@ class Policy:
     score_every: int = 0
     """Output tokens between two updates of the scores; 0: scores are not updated."""
     kv_rotation: KVRotation = KVRotation()
-
-    @staticmethod
-    def of(config: CompressorConfig, profile: Profile | None = None) -> "Policy":
-        """Resolve the settings: ``auto`` is the value of the profile, or a default without one.
-
-        Raises: ConfigError if thresholds or formats are out of order
-        """
-        known = profile.settings if profile else Settings()
-        name = known.policy if config.policy == "auto" else config.policy
-        kind = "uniform" if name.startswith("uniform:") else name
-        policy = COMPRESSION_POLICIES.load(kind)(replace(config, policy=name), profile)
-        policy.check()
-        return policy
+    version: int = 1
+    """Version of the method (``methods.composition``)."""
 
     def check(self) -> None:
         """Raise ConfigError if thresholds or formats are out of order."""
@@ -95,9 +81,19 @@ class Policy:
         )
 
     @property
+    def is_quantized(self) -> bool:
+        """False if the policy keeps 16 bits."""
+        return page_format(self.high_format).is_quantized
+
+    @property
     def answer_alphas(self) -> tuple[float, float]:
         """``alpha_high`` and ``alpha_low`` for output tokens; without scores all are high."""
         return (self.alpha_high, self.alpha_low) if self.score_every else (0.0, 0.0)
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether tokens of answers are scored while they are written."""
+        return self.score_every > 0 and self.low_format is not None
 
     @property
     def needs_significance(self) -> bool:
@@ -105,74 +101,28 @@ class Policy:
         return self.low_format is not None and max(self.alpha_high, self.mass_high) > 0
 
 
-COMPRESSION_POLICIES: Registry[Callable[[CompressorConfig, Profile | None], Policy]] = Registry(
-    kind=POLICY_NAMES.kind,
-    builtin={
-        "uniform": "triptych.core.policy:uniform",
-        "diffkv": "triptych.core.policy:by_mean_attention",
-        "leankv": "triptych.core.policy:by_share_of_attention",
-    },
-)
-"""Functions that make a policy of the settings, with ``policy`` resolved, and of the profile."""
-
-
-def uniform(config: CompressorConfig, profile: Profile | None = None) -> Policy:
-    """``uniform:<format>``: all tokens in one format, except the first and the newest."""
-    high = config.policy.partition(":")[2].lower()
-    return Policy(
-        name=config.policy,
-        high_format=high,
-        window_tokens=_chosen(config.recent_window_tokens, _known(profile).recent_window_tokens),
-        high_window_tokens=config.high_window_tokens,
-        sink_tokens=config.sink_tokens,
-        kv_rotation=kv_rotation_of(config, high, profile),
-    )
-
-
-def by_mean_attention(config: CompressorConfig, profile: Profile | None = None) -> Policy:
-    """High, low or dropped by the mean attention that a token receives from later ones.
-
-    Source: DiffKV, section 4
-    """
-    known = _known(profile)
-    alpha_high = _chosen(config.alpha_high, known.alpha_high)
-    return replace(
-        _two_classes(config, profile),
-        alpha_high=alpha_high,
-        alpha_low=_chosen(config.alpha_low, known.alpha_low),
-        score_every=config.score_every_tokens if alpha_high > 0 else 0,
-    )
-
-
-def by_share_of_attention(config: CompressorConfig, profile: Profile | None = None) -> Policy:
-    """High, low or dropped by the share of all attention that the least significant receive.
-
-    Source: LeanKV, section 4.2
-    """
-    classes = _two_classes(config, profile)
-    return replace(classes, mass_high=config.mass_high, mass_low=config.mass_low)
-
-
-def _two_classes(config: CompressorConfig, profile: Profile | None) -> Policy:
+def two_classes(config: CompressorConfig, profile: Profile | None) -> Policy:
     """A policy with two formats and without thresholds: all tokens are high."""
-    known = _known(profile)
-    high = _chosen(config.high_format, known.high_format).lower()
+    known = settings_of(profile)
+    high = chosen(config.high_format, known.high_format).lower()
     return Policy(
         name=config.policy,
         high_format=high,
-        low_format=_chosen(config.low_format, known.low_format).lower(),
-        window_tokens=_chosen(config.recent_window_tokens, known.recent_window_tokens),
+        low_format=chosen(config.low_format, known.low_format).lower(),
+        window_tokens=chosen(config.recent_window_tokens, known.recent_window_tokens),
         high_window_tokens=config.high_window_tokens,
         sink_tokens=config.sink_tokens,
         kv_rotation=kv_rotation_of(config, high, profile),
     )
 
 
-def _known(profile: Profile | None) -> Settings:
+def settings_of(profile: Profile | None) -> Settings:
+    """Values of ``auto``: those of the profile, or the defaults."""
     return profile.settings if profile else Settings()
 
 
-def _chosen(setting: T | Auto, otherwise: T) -> T:
+def chosen(setting: T | Auto, otherwise: T) -> T:
+    """The setting, or ``otherwise`` where it is ``auto``."""
     return otherwise if setting == "auto" else setting
 
 

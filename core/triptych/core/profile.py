@@ -63,6 +63,10 @@ class Profile:
     """Head budgets (``core.head_budgets``) in base64; empty: all heads read the same share. The
     field keeps the name that it has in profile files."""
     measured: tuple[Fidelity, ...] = field(default=())
+    measured_methods: dict[str, tuple[Fidelity, ...]] = field(
+        default_factory=dict[str, tuple[Fidelity, ...]]
+    )
+    """The same for other methods, with these settings."""
     texts: str = ""
     """Hash of the texts it was calibrated on."""
     version: int = VERSION
@@ -102,12 +106,19 @@ class Profile:
         """Head budgets [layers, kv_heads, steps], or empty."""
         return b64decode(self.spread, validate=True)
 
-    def fidelity_of(self, config: AppConfig) -> tuple[Fidelity, ...]:
-        """The measurements, if the settings are those that were measured; otherwise empty."""
-        given = replace(config.compressor, actor=ActorConfig(), profile="auto")
+    @property
+    def measured_on(self) -> str:
+        """The model and the texts of the measurements."""
+        return f"{self.model}, texts {self.texts[:12]}" if self.texts else self.model
+
+    def fidelity_of(self, config: AppConfig) -> dict[str, tuple[Fidelity, ...]]:
+        """The measurements of each method, if the settings are those that were measured."""
+        given = replace(config.compressor, actor=ActorConfig(), profile="auto", methods=())
         steps = [plugin for plugin in config.decode.steps if plugin.enabled]
         plain = config.decode.selection.method == "none" and not steps
-        return self.measured if plain and given == CompressorConfig() else ()
+        if not plain or given != CompressorConfig():
+            return {}
+        return {self.settings.policy: self.measured, **self.measured_methods}
 
     def check_model(
         self, weights: str, geometry: Geometry, path: Path, model_config: str = ""

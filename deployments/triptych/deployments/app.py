@@ -25,7 +25,7 @@ from triptych.core.messages import STAGES, Stage
 from triptych.core.pages import PagePlan
 from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
-from triptych.deployments.http.keys import read_keys
+from triptych.deployments.http.keys import check_methods, read_keys
 from triptych.deployments.placement.node_autoscaler import alive_nodes, on_every_node
 from triptych.deployments.placement.nodes import check_ray_auth, node_affinity, wait_for_nodes
 from triptych.deployments.replicas.ingress import IngressReplica
@@ -72,8 +72,7 @@ def build_app(args: dict[str, object]) -> Application:
 def make_plan(config: AppConfig) -> AppPlan:
     """The first shard's plan: resolve the model, check pages, formats and memory against it."""
     check_policies(config.router, config.decode.max_num_seqs)
-    if config.ingress.api_keys:
-        read_keys(Path(config.ingress.api_keys))
+    keys = read_keys(Path(config.ingress.api_keys)) if config.ingress.api_keys else {}
     template = read_chat_template(config.model.chat_template)
     path = resolve(config.model.name)
     facts = describe(path)
@@ -84,7 +83,8 @@ def make_plan(config: AppConfig) -> AppPlan:
         config=one,
         model_path=path,
         pages=pages,
-        fidelity=profile.fidelity_of(config) if profile else (),
+        fidelity=profile.fidelity_of(config) if profile else {},
+        measured_on=profile.measured_on if profile else "",
         offers=offers_of(config.decode, pages.policy, can_exit=facts.is_plain),
         context_tokens=config.context_tokens(facts.context_tokens),
         vocab_tokens=facts.vocab_size,
@@ -95,6 +95,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         shards=config.router.shards,
     )
     plan.check()
+    check_methods(keys, tuple(pages.by_method))
     if plan.context_warning:
         logger.warning("%s", plan.context_warning)
     return plan

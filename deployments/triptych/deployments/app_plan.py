@@ -1,6 +1,7 @@
 """``AppPlan``: what the builder resolves once and passes to every actor of the application."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,8 +32,12 @@ class AppPlan:
     """Directory of the application's sockets, private to this user; one on each node."""
     nodes: int = 1
     """Nodes of the application. With several, processes of different nodes talk over TCP."""
-    fidelity: tuple[Fidelity, ...] = ()
-    """What calibration measured for these settings, by context length."""
+    fidelity: Mapping[str, tuple[Fidelity, ...]] = field(
+        default_factory=dict[str, tuple[Fidelity, ...]]
+    )
+    """What calibration measured for these settings, by compression method, at several lengths."""
+    measured_on: str = ""
+    """The model and the texts of that calibration."""
     offers: tuple[OverridablePlugin, ...] = ()
     """What requests may change about the plug-ins of the decode step."""
     chat_template: str = field(default="", repr=False)

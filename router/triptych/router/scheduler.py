@@ -94,7 +94,7 @@ class Scheduler:
             PLACEMENT_POLICIES.load(config.placement),
             cluster.load_index,
             cluster.latency,
-            plan.block_tokens,
+            lambda method: plan.of_method(method).block_tokens,
             PrefixMap(plan.prefix_blocks),
             config.affinity_ttft_s,
         )
@@ -113,8 +113,8 @@ class Scheduler:
         )
         keeps_prefixes = plan.prefix_bytes > 0
         # The baselines of the paper keep their batches as they are.
-        block_tokens = plan.block_tokens if keeps_prefixes and may_interrupt else 0
-        shared = SharedPrompts(block_tokens, PrefixMap(plan.prefix_blocks))
+        shares = keeps_prefixes and may_interrupt
+        shared = SharedPrompts(shares, PrefixMap(plan.prefix_blocks))
         self._dispatch = _dispatch_for(batches)(
             cluster, batches, config, placer, self._growth, shared, keeps_prefixes
         )

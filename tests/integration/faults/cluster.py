@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
@@ -77,6 +77,7 @@ class Cluster:
         shards: int = 1,
         in_parts: bool = False,
         is_lowering: bool = False,
+        methods: Sequence[str] = (),
         **pool: Any,
     ) -> None:
         """``in_parts``: no prefixes are kept, and prompts are encoded layer by layer.
@@ -95,6 +96,7 @@ class Cluster:
                 "profile": "none",
                 **DIFFKV,
                 "alpha_low": 0.008,
+                "methods": list(methods),
                 **classes,
             },
             "prefill": {"actor": {"threads": 1, **each}, **parts},
@@ -165,6 +167,7 @@ class Cluster:
             reply_to=self.engine.address,
             cache_salt=salt or name,  # each prompt is computed, and kept
             session=session or name,  # and its answer is kept as well
+            method=request.method,
         )
         answer = Answer([], f"no end within {PATIENCE_S:.0f} s")
         with contextlib.suppress(TimeoutError):

@@ -10,8 +10,9 @@ import pytest
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import Geometry
+from triptych.core.methods.table import METHODS, policy_of
 from triptych.core.plugins import POLICY_NAMES
-from triptych.core.policy import COMPRESSION_POLICIES, KVRotation, Policy
+from triptych.core.policy import KVRotation, Policy
 from triptych.core.profile import Fidelity, Profile, Settings
 
 GEOMETRY = Geometry(layers=2, kv_heads=3, head_dim=32)
@@ -33,7 +34,7 @@ PROFILE = Profile(
 
 def policy(profile: Profile | None, **compressor: object) -> Policy:
     config = AppConfig.from_mapping({"compressor": compressor})
-    return Policy.of(config.compressor, profile)
+    return policy_of(config.compressor, profile)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -145,10 +146,14 @@ def test_thresholds_and_formats_out_of_order_are_refused(
 
 
 def test_what_was_measured_holds_for_the_settings_that_it_was_measured_with() -> None:
-    for same in ({}, {"compressor": {"profile": "/some/file", "actor": {"num_replicas": 2}}}):
-        assert PROFILE.fidelity_of(AppConfig.from_mapping(same)) == PROFILE.measured
+    for same in (
+        {},
+        {"compressor": {"profile": "/some/file", "actor": {"num_replicas": 2}}},
+        {"compressor": {"methods": ["uniform:fp16"]}},
+    ):
+        assert PROFILE.fidelity_of(AppConfig.from_mapping(same)) == {"diffkv": PROFILE.measured}
     spare = {"decode": {"plugins": [{"name": "entropy_stop", "enabled": False}]}}
-    assert PROFILE.fidelity_of(AppConfig.from_mapping(spare)) == PROFILE.measured
+    assert PROFILE.fidelity_of(AppConfig.from_mapping(spare)) == {"diffkv": PROFILE.measured}
     for other in (
         {"decode": {"plugins": ["entropy_stop"]}},
         {"decode": {"plugins": [{"name": "entropy_stop"}]}},
@@ -157,8 +162,8 @@ def test_what_was_measured_holds_for_the_settings_that_it_was_measured_with() ->
         {"compressor": {"sink_tokens": 0}},
         {"decode": {"selection": {"method": "moments"}}},
     ):
-        assert PROFILE.fidelity_of(AppConfig.from_mapping(other)) == ()
+        assert PROFILE.fidelity_of(AppConfig.from_mapping(other)) == {}
 
 
 def test_settings_know_the_names_of_all_policies() -> None:
-    assert list(POLICY_NAMES.builtin) == list(COMPRESSION_POLICIES.builtin)
+    assert list(POLICY_NAMES.builtin) == list(METHODS.builtin)

@@ -7,7 +7,7 @@ import pytest
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, ModelError
-from triptych.core.policy import Policy
+from triptych.core.methods.table import policy_of
 from triptych.core.profile import Profile
 from triptych.evals.studies.calibration import Calibration, CalibrationResult, Target, calibrate
 from triptych.evals.studies.study import Results, Study, measure, prepare, report
@@ -67,7 +67,7 @@ def test_the_engines_take_the_profile(
     config = AppConfig.from_mapping({"pool": pool, "compressor": {"profile": str(path)}})
     with LocalServer(config, tiny_model) as server:
         policy = server.plan.policy
-        assert policy == Policy.of(config.compressor, Profile.read(path))
+        assert policy == policy_of(config.compressor, Profile.read(path))
         assert policy.name == "diffkv"
         assert len(policy.kv_rotation.key_centre) == 2 * 2 * 2 * 32
     replace(found.profile, weights="of another").write(path)

@@ -13,7 +13,7 @@ from tests.tiny import save_tiny_model
 from triptych.cli.main import app
 from triptych.core.config import AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError
-from triptych.core.policy import Policy
+from triptych.core.methods.table import policy_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TESTED = {"generate_offline", "evaluate_codec", "rare_is_precious", "newest_first", "loop_stop"}
@@ -88,10 +88,10 @@ def test_the_simulator_takes_a_batching_policy_by_its_file(tmp_path: Path) -> No
 )
 def test_a_name_that_leads_nowhere_is_named(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=r"compression_policies") as caught:
-        Policy.of(CompressorConfig(policy=name))
+        policy_of(CompressorConfig(policy=name))
     assert says in str(caught.value)
 
 
 def test_names_are_taken_from_the_configuration() -> None:
     config = AppConfig.from_mapping({"compressor": {"policy": "rare_is_precious:policy"}})
-    assert Policy.of(config.compressor).high_format == "k8v8"
+    assert policy_of(config.compressor).high_format == "k8v8"

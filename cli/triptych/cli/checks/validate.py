@@ -211,6 +211,7 @@ def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object]
         "raw_tokens_per_page": plan.raw.tokens,
         "stored_tokens_per_page": plan.high.tokens,
         "policy": plan.policy.name,
+        "methods": list(plan.by_method),
         "high_format": plan.policy.high_format,
         "low_format": plan.policy.low_format,
         "alpha_high": plan.policy.alpha_high,

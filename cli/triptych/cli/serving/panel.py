@@ -69,8 +69,10 @@ def describe_pages(plan: AppPlan) -> str:
 
 
 def describe_precision(plan: AppPlan) -> Iterator[str]:
-    """Precision of recent and of older tokens."""
+    """Precision of recent and of older tokens, and the methods that requests may name."""
     policy = plan.pages.policy
+    if plan.pages.others:
+        yield "methods of requests: " + ", ".join(plan.pages.by_method)
     if not plan.pages.compresses:
         yield "all tokens in 16 bits"
         return

@@ -106,6 +106,10 @@ class PrefillConfig:
         require(tokens >= 1, "prefill.max_num_batched_tokens", tokens, ">= 1")
 
 
+MAX_METHODS = 16
+"""Most methods beside the default one: metrics have a series for each."""
+
+
 def check_policy(name: str) -> None:
     """Raise ConfigError unless ``name`` is a policy, and its format one that pages have."""
     kind, _, form = name.partition(":")
@@ -140,6 +144,10 @@ class CompressorConfig:
     significant ones in ``high_format`` and drops others or stores them in ``low_format``;
     ``leankv`` decides by their share of all attention; ``module:object`` is a policy of your own
     (docs/extending.md). ``auto`` without a profile: ``uniform:k8v4``."""
+
+    methods: tuple[str, ...] = ()
+    """Methods that a request or a key may choose beside ``policy``, which is the default: names as
+    in ``policy``, at most 16. They use the settings below, and decode in one batch."""
 
     high_format: str = "auto"
     """Format of significant tokens (``diffkv``); ``auto`` without a profile: ``k8v4``."""
@@ -190,6 +198,10 @@ class CompressorConfig:
         require(bool(self.profile), "compressor.profile", self.profile, "'auto', 'none' or a file")
         if self.policy != "auto":
             check_policy(self.policy)
+        count = len(self.methods)
+        require(count <= MAX_METHODS, "compressor.methods", count, f"at most {MAX_METHODS} names")
+        for name in self.methods:
+            check_policy(name)
         for name in (self.high_format, self.low_format):
             if name != "auto":
                 page_format(name)

@@ -17,6 +17,10 @@ Floor = Literal["low", "high"]
 tokens become low when memory is short. ``high``: all tokens are high at least, none is dropped."""
 
 
+PromptKey = tuple[str, str, int | None, int, tuple[int, ...]]
+"""``Request.prompt_key``: method, salt, limit of cached tokens, prompt tokens, tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Sampling parameters of a request, named as vLLM's and OpenAI's."""
@@ -141,6 +145,8 @@ class Request:
     """Plug-in settings of this request, where they differ from the server's."""
     floor: Floor = "low"
     """The strictest floor of the server, the key and the request."""
+    method: str = ""
+    """Name of its compression method; empty: the server's default."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -153,9 +159,10 @@ class Request:
         return len(self.prompt) + len(self.output_tokens) - self.skipped
 
     @property
-    def prompt_key(self) -> tuple[str, int | None, int, tuple[int, ...]]:
+    def prompt_key(self) -> PromptKey:
         """Equal for requests whose prompts have the same keys and values."""
-        return (self.cache_salt, self.cached_at_most, self.known_prompt_tokens, self.known)
+        limit, own = self.cached_at_most, self.known_prompt_tokens
+        return (self.method, self.cache_salt, limit, own, self.known)
 
     @property
     def is_scored(self) -> bool:

@@ -122,6 +122,8 @@ class Layers:
     """Address that receives ``LayersEncoded``."""
     floor: Floor = "low"
     """As in ``Request``."""
+    method: str = ""
+    """As in ``Request``."""
 
 
 @message
@@ -164,6 +166,8 @@ class CompressItem:
     prefix: Prefix | None = None
     """Prompt to add to the prefix cache; None: nothing is added."""
     floor: Floor = "low"
+    """As in ``Request``."""
+    method: str = ""
     """As in ``Request``."""
 
 

@@ -23,7 +23,7 @@ from triptych.deployments.http.keys import Client
 from triptych.deployments.http.limits import OPAQUE_ID
 from triptych.deployments.http.openai.protocol import MAX_SLO_MS
 from triptych.deployments.http.openai.responses import ResponseBuilder
-from triptych.deployments.http.serving import OpenAIServing
+from triptych.deployments.http.serving import OpenAIServing, with_header_fields
 from triptych.deployments.http.stream import collect, deadline
 
 T = TypeVar("T")
@@ -140,8 +140,7 @@ class Service:
 
         given = await asyncio.to_thread(body) if len(data) > LARGE_BYTES else body()
         metadata = _metadata(context)
-        if (session := metadata.get("x-session-id")) is not None:
-            given = {"session_id": session, **given}
+        given = dict(with_header_fields(metadata, given))
         given |= _deadline_of(context.time_remaining(), given.get("deadline_ms"))
         return client, await method.begin(given, client, metadata.get("traceparent", ""))
 

@@ -294,7 +294,7 @@ class PromptTokensDetails(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Compression(_message.Message):
-    __slots__ = ("policy", "ratio", "raw_bytes", "stored_bytes", "estimated_error", "shared_bytes", "floor", "lowered_tokens")
+    __slots__ = ("policy", "ratio", "raw_bytes", "stored_bytes", "estimated_error", "shared_bytes", "floor", "lowered_tokens", "method")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +303,7 @@ class Compression(_message.Message):
     SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FLOOR_FIELD_NUMBER: _ClassVar[int]
     LOWERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
     policy: str
     ratio: float
     raw_bytes: int
@@ -311,14 +312,19 @@ class Compression(_message.Message):
     shared_bytes: int
     floor: str
     lowered_tokens: int
-    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., estimated_error: _Optional[_Union[EstimatedError, _Mapping]] = ..., shared_bytes: _Optional[int] = ..., floor: _Optional[str] = ..., lowered_tokens: _Optional[int] = ...) -> None: ...
+    method: str
+    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., estimated_error: _Optional[_Union[EstimatedError, _Mapping]] = ..., shared_bytes: _Optional[int] = ..., floor: _Optional[str] = ..., lowered_tokens: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
 
 class EstimatedError(_message.Message):
-    __slots__ = ("kl", "top1_agreement", "measured_at_tokens")
+    __slots__ = ("kl", "top1_agreement", "measured_at_tokens", "measured_ratio", "measured_on")
     KL_FIELD_NUMBER: _ClassVar[int]
     TOP1_AGREEMENT_FIELD_NUMBER: _ClassVar[int]
     MEASURED_AT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_RATIO_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_ON_FIELD_NUMBER: _ClassVar[int]
     kl: float
     top1_agreement: float
     measured_at_tokens: int
-    def __init__(self, kl: _Optional[float] = ..., top1_agreement: _Optional[float] = ..., measured_at_tokens: _Optional[int] = ...) -> None: ...
+    measured_ratio: float
+    measured_on: str
+    def __init__(self, kl: _Optional[float] = ..., top1_agreement: _Optional[float] = ..., measured_at_tokens: _Optional[int] = ..., measured_ratio: _Optional[float] = ..., measured_on: _Optional[str] = ...) -> None: ...

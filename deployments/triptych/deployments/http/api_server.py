@@ -33,7 +33,7 @@ from triptych.deployments.http.openai.protocol import (
 )
 from triptych.deployments.http.openai.responses import ResponseBuilder
 from triptych.deployments.http.openapi import document
-from triptych.deployments.http.serving import PROBE_TIMEOUT_S, OpenAIServing
+from triptych.deployments.http.serving import PROBE_TIMEOUT_S, OpenAIServing, with_header_fields
 from triptych.deployments.http.snapshots import Snapshot
 from triptych.deployments.http.stream import (
     KEEP_ALIVE_S,
@@ -106,12 +106,6 @@ async def _whole(answer: ResponseBuilder, more: Mapping[str, str]) -> Response:
     return await asyncio.to_thread(response) if answer.is_long else response()
 
 
-def _with_session(request: Request, body: Mapping[str, object]) -> Mapping[str, object]:
-    """The body with the ``session_id`` of ``X-Session-Id``, unless it has one itself."""
-    named = request.headers.get("x-session-id")
-    return body if named is None else {"session_id": named, **body}
-
-
 class RouteHandlers:
     """The route handlers of one app."""
 
@@ -168,7 +162,7 @@ class RouteHandlers:
 
     async def _given(self, request: Request) -> Mapping[str, object]:
         """The fields of a completion. Callers do not name them, so that they are freed at once."""
-        return _with_session(request, await self._read(request))
+        return with_header_fields(request.headers, await self._read(request))
 
     async def _read(self, request: Request) -> dict[str, object]:
         return await read_json(request, self._config.limits)

@@ -38,8 +38,16 @@ class ModelCard:
     """Token ids that the model has; 0: as many as the tokenizer."""
     created: int
     """Unix time in seconds."""
-    fidelity: tuple[Fidelity, ...] = ()
-    """The error of compression that calibration measured, by context length."""
+    methods: tuple[str, ...] = ()
+    """Compression methods that requests may name, the default first."""
+    scoring_methods: tuple[str, ...] = ()
+    """Those of them that score tokens of answers, which some plug-ins need."""
+    fidelity: Mapping[str, tuple[Fidelity, ...]] = field(
+        default_factory=dict[str, tuple[Fidelity, ...]]
+    )
+    """The error of compression that calibration measured, by method, at several lengths."""
+    measured_on: str = ""
+    """The model and the texts with which it was measured."""
     floor: Floor = "low"
     """Floor of all requests (``compressor.floor``)."""
     plugins: tuple[OverridablePlugin, ...] = ()

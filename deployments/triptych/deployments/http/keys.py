@@ -16,7 +16,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +66,8 @@ class Key:
     """Share of the server relative to other keys, counted as page bytes times seconds."""
     floor: Floor = "low"
     """Lowest class that may store tokens of its requests (``compressor.floor``)."""
+    method: str = ""
+    """Compression method of its requests that name none; empty: the server's default."""
     admin: bool = False
     """Whether the key may read router decisions and take profiles."""
 
@@ -107,6 +109,11 @@ class Client:
     def floor(self) -> Floor:
         """Lowest class that may store tokens of its requests."""
         return self.key.floor if self.key else "low"
+
+    @property
+    def method(self) -> str:
+        """Compression method of its requests that name none; empty: the server's default."""
+        return self.key.method if self.key else ""
 
     @property
     def seen_tenant(self) -> str | None:
@@ -277,6 +284,17 @@ def read_keys(path: Path) -> dict[str, Key]:
             raise ConfigError(f"ingress.api_keys={path}: entry {index}: this key is there twice")
         keys[key.sha256] = key
     return keys
+
+
+def check_methods(keys: Mapping[str, Key], offered: Sequence[str]) -> None:
+    """Raise ConfigError if the method of a key is not among those that the server offers."""
+    for key in keys.values():
+        if key.method and key.method not in offered:
+            names = ", ".join(map(repr, offered))
+            raise ConfigError(
+                f"ingress.api_keys: method={key.method!r} of {key.name!r}: expected one of {names} "
+                "(compressor.methods)"
+            )
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int]:

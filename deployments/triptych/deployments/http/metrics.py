@@ -1,7 +1,7 @@
 """Metrics of the ingress: vLLM's metrics with the prefix ``triptych_``."""
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -43,7 +43,8 @@ class IngressMetrics:
     Times are in seconds, and per choice: a client's request with ``n`` choices counts n times.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, methods: Sequence[str] = ()) -> None:
+        """``methods``: compression methods that requests may name."""
         self.registry = own = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -89,16 +90,42 @@ class IngressMetrics:
         self.raw_bytes = counter(
             "kv_raw_bytes", "Bytes of keys and values before compression.")
         self.stored_bytes = counter("kv_stored_bytes", "Bytes of keys and values as stored.")
+        self.method_choices = counter(
+            "compression_method_choices",
+            "Choices whose prompt was compressed, by compression method.", "method")
+        self.method_raw_bytes = counter(
+            "compression_method_raw_bytes",
+            "Bytes of keys and values before compression, by compression method.", "method")
+        self.method_stored_bytes = counter(
+            "compression_method_stored_bytes",
+            "Bytes of keys and values as stored, by compression method.", "method")
         # fmt: on
         self.open = Gauge(
             "triptych_num_requests_open",
             "Choices that clients wait for: running, waiting, or on their way to the client.",
             registry=own,
         )
+        for method in methods:
+            for each in self.by_method:
+                each.labels(method)
         for reason in FINISH_REASONS:
             self.success.labels(reason)
         for reason in REJECTION_REASONS:
             self.rejections.labels(reason)
+
+    @property
+    def by_method(self) -> tuple[Counter, Counter, Counter]:
+        """Counters with a series for each compression method: choices, raw and stored bytes."""
+        return self.method_choices, self.method_raw_bytes, self.method_stored_bytes
+
+    def compressed(self, reports: Iterable[CompressionReport]) -> None:
+        """Count the bytes of choices that ended; a method is one of those that a server offers."""
+        for report in reports:
+            stored = report.stored_bytes + report.shared_bytes
+            self.raw_bytes.inc(report.raw_bytes)
+            self.stored_bytes.inc(stored)
+            for each, value in zip(self.by_method, (1, report.raw_bytes, stored), strict=True):
+                each.labels(report.policy).inc(value)
 
     def snapshot(self) -> dict[str, object]:
         """All values, for the dashboard. Histogram counts are cumulative, as in Prometheus."""
@@ -169,9 +196,7 @@ class RequestTimer:
         trace: TracebackType | None,
     ) -> None:
         self._metrics.open.dec(len(self._running))
-        self._metrics.raw_bytes.inc(sum(r.raw_bytes for r in self._reports.values()))
-        stored = sum(r.stored_bytes + r.shared_bytes for r in self._reports.values())
-        self._metrics.stored_bytes.inc(stored)
+        self._metrics.compressed(self._reports.values())
         reason = _rejection(error)
         if reason and not self._first:
             self._metrics.rejections.labels(reason).inc()

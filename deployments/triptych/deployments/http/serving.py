@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from triptych.core.config import IngressConfig
 from triptych.core.errors import Overloaded, TriptychError
@@ -69,7 +70,7 @@ class OpenAIServing:
         self.request_builder = RequestBuilder(
             engine=engine, codec=self.codec, model=model, config=config
         )
-        self.metrics = metrics or IngressMetrics()
+        self.metrics = metrics or IngressMetrics(model.methods)
         self.probe_age_s = probe_age_s
         self._health = Snapshot(self._probe, probe_age_s)
         path = Path(config.api_keys) if config.api_keys else None
@@ -161,8 +162,27 @@ class OpenAIServing:
             "max_model_len": model.max_model_len,
             "permission": [],
         }
+        if model.methods:
+            card["compression_methods"] = list(model.methods)
         plugins = {offer.plugin: _shown(offer) for offer in model.plugins}
         return card | {"plugins": plugins} if plugins else card
+
+
+def with_header_fields(
+    headers: Mapping[str, str], body: Mapping[str, object]
+) -> Mapping[str, object]:
+    """The body with the fields that clients may send as headers, unless it has them itself.
+
+    ``X-Session-Id`` is ``session_id``, and ``X-Compression-Method`` is ``compression.method``.
+    """
+    session, method = headers.get("x-session-id"), headers.get("x-compression-method")
+    if session is not None:
+        body = {"session_id": session, **body}
+    options = body.get("compression", {})
+    if method is not None and isinstance(options, Mapping):
+        given = cast("Mapping[str, object]", options)
+        body = {**body, "compression": {"method": method, **given}}
+    return body
 
 
 def _shown(offer: OverridablePlugin) -> dict[str, object]:

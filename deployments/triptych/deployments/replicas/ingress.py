@@ -57,7 +57,14 @@ class IngressReplica:
                 window_tokens=self._plan.context_tokens,
                 vocab_tokens=self._plan.vocab_tokens,
                 created=int(time.time()),
+                methods=tuple(self._plan.pages.by_method),
+                scoring_methods=tuple(
+                    name
+                    for name, one in self._plan.pages.by_method.items()
+                    if one.policy.scores_tokens
+                ),
                 fidelity=self._plan.fidelity,
+                measured_on=self._plan.measured_on,
                 floor=self._plan.config.compressor.floor,
                 plugins=self._plan.offers,
             ),

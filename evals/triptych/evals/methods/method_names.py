@@ -9,7 +9,7 @@ import yaml
 
 from triptych.core.config import AppConfig, DType, ModelConfig
 from triptych.core.errors import ConfigError
-from triptych.core.policy import Policy
+from triptych.core.methods.table import policy_of
 from triptych.evals.data.cases import EqualBytes, Method
 from triptych.evals.methods.baselines import Baselines, is_baseline
 from triptych.evals.methods.full_cache import FullCache, SimulatedFormat, simulated_format
@@ -47,7 +47,7 @@ def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> 
         return FullCache(model_path)
     if name.startswith(SIMULATED):
         form = simulated_format(name.removeprefix(SIMULATED))
-        window = Policy.of(base.compressor).window_tokens
+        window = policy_of(base.compressor).window_tokens
         return SimulatedFormat(model_path, form, window)
     settings, has_cache = name.removesuffix(CACHE), name.endswith(CACHE)
     config = base if settings == DEFAULT else _with_settings(settings, base)

@@ -232,7 +232,7 @@ class DiskTier:
         pin = self._cache.pin(keys[first - 1]) if first else None
         pages, evicted = self._cache.expect(tenant, [meta.pages for meta in metas])
         self.evicted(evicted)
-        end = (first + len(pages)) * self._cache.block_tokens
+        end = (first + len(pages)) * self._cache.block_tokens_of(namespace)
         run = _Restore(namespace, tokens[:end], tenant, metas[: len(pages)], pages, pin)
         if not pages:
             self._give_up(run)
@@ -250,7 +250,7 @@ class DiskTier:
         self, namespace: Namespace, tokens: TokenIds, keys: Sequence[BlockKey], first: int
     ) -> Iterator[ObjectMeta]:
         """What the disk has of a chain from a block on; every field is compared, not keys alone."""
-        space, pieces = namespace.digest(), self._cache.cut(tokens)
+        space, pieces = namespace.digest(), self._cache.cut(namespace, tokens)
         parent = keys[first - 1] if first else space
         for key, piece in zip(keys[first:], pieces[first:], strict=True):
             meta = self._disk.tier.describe(key)
@@ -274,7 +274,8 @@ class DiskTier:
 
     def _arrive(self, run: _Restore, meta: ObjectMeta, ids: PageIds) -> None:
         """Make a block resident, and pin it until the next one is; the last one is not pinned."""
-        behind = (len(run.metas) - run.arrived - 1) * self._cache.block_tokens
+        left = len(run.metas) - run.arrived - 1
+        behind = left * self._cache.block_tokens_of(run.namespace)
         new = Publication(
             namespace=run.namespace,
             tokens=run.tokens[: len(run.tokens) - behind],

@@ -46,6 +46,9 @@ class Namespace:
     revision: str
     profile: str
     """Digest of the codec profile and policy, so of what the bytes of a page mean."""
+    block_tokens: int = 0
+    """Tokens of a block; 0: as many as the cache's settings say. It follows from ``profile``, so it
+    is not part of the digest."""
 
     def encoded(self) -> bytes:
         """All fields, each with its length in front, so that no two namespaces look alike."""

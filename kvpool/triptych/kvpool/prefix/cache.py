@@ -29,8 +29,6 @@ from triptych.kvpool.prefix.blocks import (
     Published,
     TokenIds,
     child_key,
-    cut,
-    encode,
 )
 from triptych.kvpool.prefix.index import PrefixIndex
 from triptych.kvpool.prefix.sessions import SessionKey, SessionTable
@@ -61,7 +59,8 @@ class PrefixSettings:
         """
         if plan.prefix_bytes == 0:
             return None
-        total = plan.prefix_bytes - plan.block_pages(0) * plan.page_bytes
+        block_pages = max(one.block_pages(0) for one in plan.by_method.values())
+        total = plan.prefix_bytes - block_pages * plan.page_bytes
         own, sessions = config.prefix_tenant_bytes, config.session_tenant_bytes
         tenant_bytes = total if own == "auto" else own
         return cls(
@@ -123,7 +122,7 @@ class PrefixCache:
         Raises: NotRegistered
         """
         self._require_registered(worker)
-        return self._found(worker, self._index.acquire(namespace, tokens))
+        return self._found(worker, namespace, self._index.acquire(namespace, tokens))
 
     def pin_all(
         self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
@@ -133,14 +132,15 @@ class PrefixCache:
         Raises: NotRegistered
         """
         self._require_registered(worker)
-        return self._found(worker, self._index.pin_all(namespace, tokens))
+        return self._found(worker, namespace, self._index.pin_all(namespace, tokens))
 
-    def _found(self, worker: WorkerId, pin: Pin | None) -> FoundPrefix | None:
+    def _found(self, worker: WorkerId, namespace: Namespace, pin: Pin | None) -> FoundPrefix | None:
         if pin is None:
             return None
         self._worker_pins[pin.id] = worker
         blocks = tuple(block.pages for block in pin.blocks)
-        return FoundPrefix(pin.id, len(blocks) * self._index.block_tokens, blocks)
+        tokens = len(blocks) * self._index.block_tokens_of(namespace)
+        return FoundPrefix(pin.id, tokens, blocks)
 
     def known(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
         """The number of cached blocks of these tokens, which need not be published.
@@ -267,18 +267,18 @@ class PrefixCache:
 
     # -------------------------------------------------------------- calls of the level below
 
-    @property
-    def block_tokens(self) -> int:
-        return self._index.block_tokens
+    def block_tokens_of(self, namespace: Namespace) -> int:
+        """Tokens of a block of a namespace."""
+        return self._index.block_tokens_of(namespace)
 
     @property
     def pins(self) -> int:
         """Number of pins."""
         return len(self._worker_pins) + len(self._disk_pins) + len(self._shared)
 
-    def cut(self, tokens: TokenIds) -> list[bytes]:
+    def cut(self, namespace: Namespace, tokens: TokenIds) -> list[bytes]:
         """The whole blocks of tokens, encoded."""
-        return cut(encode(tokens), self.block_tokens)
+        return self._index.cut(namespace, tokens)
 
     def keys(self, namespace: Namespace, tokens: TokenIds) -> list[BlockKey]:
         """The keys of all whole blocks, resident or not."""

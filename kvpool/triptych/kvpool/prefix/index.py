@@ -75,9 +75,10 @@ class _Account:
 class PrefixIndex:
     """The state of shared prefixes, without bytes, clock or lock.
 
-    A prefix is a chain of blocks of ``block_tokens`` tokens. The key of a block hashes the key
-    of its parent and its tokens, so a chain is found with one look-up per block. A key is only
-    a hint: every hit compares all tokens and the parent itself, so a collision is a miss.
+    A prefix is a chain of blocks of ``block_tokens`` tokens, or of as many as its namespace says.
+    The key of a block hashes the key of its parent and its tokens, so a chain is found with one
+    look-up per block. A key is only a hint: every hit compares all tokens and the parent itself, so
+    a collision is a miss.
 
     A pin covers all blocks of its chain. So the blocks after an idle block are idle too, and all
     idle bytes can be evicted, leaves first. Only across tenants that share a salt is there an
@@ -118,9 +119,17 @@ class PrefixIndex:
 
     # -------------------------------------------------------------- readers
 
+    def block_tokens_of(self, namespace: Namespace) -> int:
+        """Tokens of a block of a namespace."""
+        return namespace.block_tokens or self.block_tokens
+
+    def cut(self, namespace: Namespace, tokens: TokenIds) -> list[bytes]:
+        """The whole blocks of tokens, encoded."""
+        return cut(encode(tokens), self.block_tokens_of(namespace))
+
     def keys(self, namespace: Namespace, tokens: TokenIds) -> list[BlockKey]:
         """The keys of all whole blocks, resident or not."""
-        pieces = cut(encode(tokens), self.block_tokens)
+        pieces = self.cut(namespace, tokens)
         return list(chain_keys(namespace, pieces, self._digest))[1:]
 
     def lookup(self, namespace: Namespace, tokens: TokenIds) -> tuple[Block, ...]:
@@ -129,11 +138,11 @@ class PrefixIndex:
         Whole blocks only, and never the whole prompt: whoever asks needs at least one token
         left to compute, because it wants the logits after the last.
         """
-        return tuple(node.block for node in self._walk(namespace, self._lookable(tokens)))
+        return tuple(node.block for node in self._walk(namespace, self.cut(namespace, tokens[:-1])))
 
     def resident(self, namespace: Namespace, tokens: TokenIds) -> int:
         """How many blocks of the prompt are resident, in a chain from the first; only a look."""
-        return len(self._walk(namespace, cut(encode(tokens), self.block_tokens)))
+        return len(self._walk(namespace, self.cut(namespace, tokens)))
 
     def block(self, key: BlockKey) -> Block | None:
         """The resident block with this key."""
@@ -148,7 +157,7 @@ class PrefixIndex:
     def pin_all(self, namespace: Namespace, tokens: TokenIds) -> Pin | None:
         """Pin the chain of all whole blocks of these tokens; nothing is counted, and None if one
         of them is not resident, or there is none."""
-        pieces = cut(encode(tokens), self.block_tokens)
+        pieces = self.cut(namespace, tokens)
         chain = self._walk(namespace, pieces)
         return self._pin(chain[-1]) if chain and len(chain) == len(pieces) else None
 
@@ -162,9 +171,9 @@ class PrefixIndex:
     def acquire(self, namespace: Namespace, tokens: TokenIds) -> Pin | None:
         """Look up as ``lookup`` does, count it, and pin what is found; None for a miss."""
         self._tick += 1
-        chain = self._walk(namespace, self._lookable(tokens))
+        chain = self._walk(namespace, self.cut(namespace, tokens[:-1]))
         self._count["asked_tokens"] += len(tokens)
-        self._count["hit_tokens"] += len(chain) * self.block_tokens
+        self._count["hit_tokens"] += len(chain) * self.block_tokens_of(namespace)
         self._count["hits" if chain else "misses"] += 1
         if not chain:
             return None
@@ -192,7 +201,7 @@ class PrefixIndex:
         It covers as many of the first blocks as ``most_bytes`` allow; None if that is not one.
         """
         chain, nbytes = list[_Node](), 0
-        for node in self._walk(namespace, cut(encode(tokens), self.block_tokens)):
+        for node in self._walk(namespace, self.cut(namespace, tokens)):
             if nbytes + node.block.nbytes > most_bytes:
                 break
             nbytes += node.block.nbytes
@@ -237,9 +246,13 @@ class PrefixIndex:
 
         Raises: ValueError if the tokens are not whole blocks, or fewer blocks than payloads
         """
-        pieces = cut(encode(tokens), self.block_tokens)
+        pieces = self.cut(namespace, tokens)
         before = len(pieces) - len(payloads)
-        if not payloads or before < 0 or len(pieces) * self.block_tokens != len(tokens):
+        if (
+            not payloads
+            or before < 0
+            or len(pieces) * self.block_tokens_of(namespace) != len(tokens)
+        ):
             raise ValueError(f"{len(payloads)} blocks to publish of {len(tokens)} tokens")
         keys = list(chain_keys(namespace, pieces, self._digest))
         chain = self._walk(namespace, pieces)
@@ -354,9 +367,6 @@ class PrefixIndex:
         return wrong
 
     # -------------------------------------------------------------- chains
-
-    def _lookable(self, tokens: TokenIds) -> list[bytes]:
-        return cut(encode(tokens[:-1]), self.block_tokens)
 
     def _walk(self, namespace: Namespace, pieces: Sequence[bytes]) -> list[_Node]:
         """The longest chain of resident blocks that hold exactly these tokens."""

@@ -46,6 +46,8 @@ class PrefixCall(PoolCall[R_co]):
             require_short(text)
         if len(space.salt) > MAX_SALT_BYTES:
             raise ValueError(f"a salt of {len(space.salt)} bytes: the limit is {MAX_SALT_BYTES}")
+        if not 0 <= space.block_tokens <= MAX_PREFIX_TOKENS:
+            raise ValueError(f"blocks of {space.block_tokens} tokens")
         if len(self.tokens) > 4 * MAX_PREFIX_TOKENS:
             raise ValueError(f"{len(self.tokens) // 4} tokens: the limit is {MAX_PREFIX_TOKENS}")
         decode(self.tokens)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from triptych.core.config import RouterConfig
-from triptych.core.errors import PromptTooLong, QueueFull, ShuttingDown
+from triptych.core.errors import PromptTooLong, QueueFull, ShuttingDown, UnknownMethod
 from triptych.core.messages import Cancel, Request
 from triptych.router.models.booking import Booking
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
@@ -49,6 +49,10 @@ class Submission:
             cluster.counters["duplicate_submit"] += 1
             return
         cluster.counters["submitted"] += 1
+        methods = tuple(self.byte_model.plan.by_method)
+        if request.method not in ("", *methods):
+            self.completion.refuse(request, UnknownMethod(request.method, methods))
+            return
         bound, booking, sizes, whole = self.estimate(request)
         if not len(cluster.requests.queue):
             cluster.latency.reset_start_gap()
@@ -87,11 +91,12 @@ class Submission:
         prefilled with all layers at a time, and batches of a given size go to compressors as a
         whole.
         """
-        whole = self.byte_model.estimate(request.known_tokens, left)
+        model = self.byte_model.of_method(request.method)
+        whole = model.estimate(request.known_tokens, left)
         is_scored = request.sampling.prompt_logprobs >= 0
         if is_scored or not self.dispatch.is_layerwise:
             return whole, None
-        parts = self.byte_model.estimate_in_parts(request.known_tokens, left)
+        parts = model.estimate_in_parts(request.known_tokens, left)
         return (whole, None) if parts is None else (parts, whole)
 
     def _refusal(

@@ -162,15 +162,16 @@ def key_of(request: Request, plan: PagePlan) -> bytes:
     """
     if not plan.prefix_bytes:
         return request.id.encode()
-    beginning = request.prompt[: KEY_BLOCKS * plan.block_tokens + 1]
+    block_tokens = plan.of_method(request.method).block_tokens
+    beginning = request.prompt[: KEY_BLOCKS * block_tokens + 1]
     asked = replace(request, prompt=beginning, output_tokens=(), cached_at_most=None)
-    return affinity_key(PromptToPlace(asked, 0.0, plan.block_tokens))
+    return affinity_key(PromptToPlace(asked, 0.0, block_tokens))
 
 
 def bytes_of(request: Request, plan: PagePlan) -> int:
     """Bytes that a request counts for in its shard: the most that its router will book."""
     left = max(0, request.sampling.max_tokens - len(request.output_tokens))
-    return ByteModel(plan).estimate(request.known_tokens, left).peak
+    return ByteModel(plan.of_method(request.method)).estimate(request.known_tokens, left).peak
 
 
 def may_pass_on(failure: Failed) -> bool:

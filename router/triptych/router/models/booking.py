@@ -7,10 +7,11 @@ much memory the running requests will need, and so how many of them run.
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import inf
 
 from triptych.core.layout import PageLayout
+from triptych.core.pages import PagePlan
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
 from triptych.router.models.output_length import OutputLengths
 from triptych.router.models.overcommit import AHEAD, Need
@@ -49,6 +50,8 @@ class Booking:
     """Tokens that its pages can come to hold."""
     tenant: str
     profile: str
+    method: str = ""
+    """Compression method of the request; empty: the server's default."""
     written: int = 0
     """Output tokens of earlier attempts."""
     tokens: int = 0
@@ -98,35 +101,46 @@ class BookingModel:
     ratios: PageRatios = field(default_factory=PageRatios)
 
     def __post_init__(self) -> None:
-        limits = self.model.limits(self.capacity_bytes, MOST_TOKENS, is_layerwise=self.is_layerwise)
-        self._recomputable_tokens = limits.prompt_tokens
+        self._longest_prompt = cache(self._longest_prompt_of)
         self._grown = lru_cache(CACHED_SIZES)(self._bound)
-        geometry, page_bytes = self.model.plan.geometry, self.model.plan.page_bytes
-        classes = max(1, len(self.model.plan.classes))
-        self.row_bytes = geometry.head_rows * page_bytes
+        self.page_bytes = self.model.plan.page_bytes
+        self.row_bytes = self.model.plan.geometry.head_rows * self.page_bytes
         """One page of each head row."""
-        self._step_bytes = classes * self.row_bytes
 
-    def _bound(self, tokens: int) -> int:
+    def plan_of(self, booking: Booking) -> PagePlan:
+        """The page plan of a request's method."""
+        return self.model.plan.of_method(booking.method)
+
+    def _model_of(self, booking: Booking) -> ByteModel:
+        return self.model.of_method(booking.method)
+
+    def _bound(self, method: str, tokens: int) -> int:
         """The most bytes that ``tokens`` tokens take in the decode stage."""
-        return self.model.estimate(tokens, 0).grown
+        return self.model.of_method(method).estimate(tokens, 0).grown
 
-    def first_tokens(self, prompt_tokens: int, left: int) -> int:
+    def first_tokens(self, booking: Booking) -> int:
         """Output tokens to book when a request starts; all if it could not be computed again."""
+        prompt_tokens = booking.prompt_tokens
+        left = booking.most_tokens - prompt_tokens
         ahead = min(left, tokens_ahead(prompt_tokens))
-        return ahead if self.is_recomputable(prompt_tokens + ahead) else left
+        return ahead if self.is_recomputable(booking, prompt_tokens + ahead) else left
 
-    def is_recomputable(self, tokens: int) -> bool:
+    def is_recomputable(self, booking: Booking, tokens: int) -> bool:
         """Whether a sequence can be read again as a prompt, with what is booked ahead of it.
 
         A request that could not gets its bound: it may neither be evicted nor need more later.
         """
-        return tokens + tokens_ahead(tokens) <= self._recomputable_tokens
+        return tokens + tokens_ahead(tokens) <= self._longest_prompt(booking.method)
+
+    def _longest_prompt_of(self, method: str) -> int:
+        """Tokens of the longest prompt that the memory can hold under a method."""
+        model, capacity = self.model.of_method(method), self.capacity_bytes
+        return model.limits(capacity, MOST_TOKENS, is_layerwise=self.is_layerwise).prompt_tokens
 
     def can_evict(self, booking: Booking) -> bool:
         """Whether a request can be computed again after any token that it may reach."""
         reached = booking.most_tokens if booking.is_whole else booking.limit_tokens
-        return booking.may_evict and self.is_recomputable(reached)
+        return booking.may_evict and self.is_recomputable(booking, reached)
 
     def ahead(self, booking: Booking) -> int:
         """Tokens of the sequence for which memory is to be booked now."""
@@ -139,12 +153,13 @@ class BookingModel:
         in place.
         """
         ahead = self.ahead(booking)
-        if booking.is_whole or not self.is_recomputable(ahead):
+        if booking.is_whole or not self.is_recomputable(booking, ahead):
             return booking.bound.grown
-        bound = self._grown(ahead) - shared
+        bound = self._grown(booking.method, ahead) - shared
         mean, deviation = self.ratios.at(booking.profile, ahead)
         forecast = int(min(1.0, mean + DEVIATIONS * deviation) * bound) - booking.lowered
-        least = booking.held + max(self._step_bytes, booking.lacks)
+        step_bytes = max(1, len(self.plan_of(booking).classes)) * self.row_bytes
+        least = booking.held + max(step_bytes, booking.lacks)
         return min(booking.bound.grown, max(least, forecast))
 
     def lowest(self, low: PageLayout, booking: Booking, shared: int) -> int:
@@ -152,7 +167,7 @@ class BookingModel:
 
         Tokens of whole blocks of a prompt stay as the prefix cache stores them.
         """
-        plan, prompt = self.model.plan, booking.prompt_tokens
+        plan, prompt = self.plan_of(booking), booking.prompt_tokens
         tokens = max(booking.tokens, prompt)
         coded, fixed = plan.leaving_tokens(tokens), len(plan.fixed_span(prompt, prompt))
         pages = low.pages(coded - fixed) + (0 if shared else plan.high.pages(fixed))
@@ -166,7 +181,7 @@ class BookingModel:
         high window, and of whole blocks of the prompt. Three pages more let a step take a page of
         each class and let a lowering begin.
         """
-        plan, tokens = self.model.plan, booking.most_tokens
+        plan, tokens = self.plan_of(booking), booking.most_tokens
         fixed = len(plan.fixed_span(booking.prompt_tokens, booking.prompt_tokens))
         coded = max(0, tokens - plan.sink_tokens - plan.policy.window_tokens - fixed)
         young = max(0, plan.policy.high_window_tokens - plan.policy.window_tokens)
@@ -176,7 +191,8 @@ class BookingModel:
 
     def growth(self, booking: Booking) -> int:
         """The most bytes that a running request can add to those that it holds."""
-        return self.model.estimate(booking.tokens, booking.most_tokens - booking.tokens).growth
+        left = booking.most_tokens - booking.tokens
+        return self._model_of(booking).estimate(booking.tokens, left).growth
 
     def need(self, booking: Booking, sizes: RequestBytes) -> Need:
         """The bytes that will be booked for a request, over the tokens of the horizon.
@@ -205,7 +221,7 @@ class BookingModel:
         sizes = list[int]()
         for more in ahead:
             then = min(most, tokens + more)
-            size = int(mean * self._grown(min(most, then + tokens_ahead(then))))
+            size = int(mean * self._grown(booking.method, min(most, then + tokens_ahead(then))))
             sizes.append(min(bound, max(size, booked)))
         raw_until = max(AHEAD[0], booking.prompt_tokens // PROMPT_TOKENS_A_STEP) if raw else 0
         count = bisect_right(AHEAD, raw_until)
@@ -219,7 +235,7 @@ class BookingModel:
             start = booking.prompt_tokens - booking.written - 1
             self.lengths.note_written(booking.tenant, booking.tokens - start, tokens - start)
         booking.tokens, booking.held = max(booking.tokens, tokens), held
-        bound = self._grown(tokens)
+        bound = self._grown(booking.method, tokens)
         self.ratios.note(booking.profile, tokens, held + shared + booking.lowered, bound)
 
     def note_end(self, booking: Booking, output_tokens: int, limit: int) -> None:

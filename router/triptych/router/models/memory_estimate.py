@@ -1,7 +1,9 @@
 """Upper bounds of the bytes of pages that a request needs, before it runs."""
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 from triptych.core.pages import PagePlan
@@ -92,6 +94,18 @@ class ByteModel:
     """
 
     plan: PagePlan
+
+    @cached_property
+    def _by_method(self) -> Mapping[str, Self]:
+        return {name: replace(self, plan=plan) for name, plan in self.plan.by_method.items()}
+
+    def of_method(self, name: str) -> Self:
+        """The model of a compression method; of the server's default one for an empty name.
+
+        Raises: UnknownMethod
+        """
+        plan = self.plan.of_method(name)
+        return self if plan is self.plan else self._by_method[name]
 
     def estimate(self, prompt_tokens: int, max_tokens: int) -> RequestBytes:
         """Bound a request of ``prompt_tokens`` and up to ``max_tokens`` output tokens."""

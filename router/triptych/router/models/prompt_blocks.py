@@ -62,5 +62,8 @@ class PromptToPlace:
         if self._keys is None:
             request = self.request
             packed = pack_tokens(request.known[: request.cached_at_most])
-            self._keys = block_keys(packed, request.cache_salt, self.block_tokens)
+            salt = request.cache_salt
+            if request.method:  # methods share no blocks
+                salt = f"{request.method}/{salt}"
+            self._keys = block_keys(packed, salt, self.block_tokens)
         return self._keys

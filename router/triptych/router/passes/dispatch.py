@@ -198,6 +198,7 @@ class Dispatch:
             handle=entry.transfer.handle,
             prefix=self._prefix(entry),
             floor=entry.request.floor,
+            method=entry.request.method,
         )
         self.cluster.outbox.compress(address, item)
         self.cluster.requests.move(entry, State.COMPRESSING, now)

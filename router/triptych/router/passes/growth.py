@@ -108,6 +108,7 @@ class Growth:
             most_tokens=known + left,
             tenant=request.tenant,
             profile=self._profile(request),
+            method=request.method,
             written=len(request.output_tokens),
             is_fixed=is_fixed,
             is_whole=is_fixed,
@@ -117,13 +118,13 @@ class Growth:
 
     def _profile(self, request: Request) -> str:
         """Key of the statistics of page bytes: the policy, and the floor if there is one."""
-        policy = self.bookings.model.plan.policy.name
+        policy = self.bookings.model.plan.of_method(request.method).policy.name
         return policy if request.floor == "low" else f"{policy}, floor {request.floor}"
 
     def first_tokens(self, booking: Booking) -> int:
         """Output tokens to book when a request starts."""
         left = booking.most_tokens - booking.prompt_tokens
-        return left if booking.is_fixed else self.bookings.first_tokens(booking.prompt_tokens, left)
+        return left if booking.is_fixed else self.bookings.first_tokens(booking)
 
     def may_start(self, entry: Entry, arena: str) -> bool:
         """Whether a request may start, or go on, by what the others will probably need."""
@@ -194,7 +195,7 @@ class Growth:
     def _send_limit(self, entry: Entry, address: str) -> None:
         booking = entry.booking
         if booking is not None and (booking.lowers or not booking.is_whole):
-            pages = self._final_bytes(entry) // self.bookings.model.plan.page_bytes
+            pages = self._final_bytes(entry) // self.bookings.page_bytes
             lowers = booking.lowers and booking.is_whole
             tokens = 0 if lowers else booking.limit_tokens
             limit = PageLimit(request=entry.id, pages=pages, tokens=tokens, lowers=lowers)
@@ -208,7 +209,7 @@ class Growth:
         if entry is None or entry.worker != sender or entry.state is not State.DECODING:
             self.cluster.counters["stray_pages_wanted"] += 1
             return
-        page_bytes = self.bookings.model.plan.page_bytes
+        page_bytes = self.bookings.page_bytes
         held = message.pages * page_bytes
         self.cluster.ledger.hold(entry.id, held)
         if message.is_exhausted:
@@ -444,7 +445,7 @@ class Growth:
         if booking is None:
             return False
         if entry.waits_with_pages:
-            return booking.may_evict and self.bookings.is_recomputable(booking.tokens)
+            return booking.may_evict and self.bookings.is_recomputable(booking, booking.tokens)
         return self.bookings.can_evict(booking)
 
     def may_wait(self, entry: Entry) -> bool:

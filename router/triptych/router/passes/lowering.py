@@ -112,7 +112,8 @@ class MemoryLowering:
 
     def _gain(self, entry: Entry) -> int:
         """Bytes that a request would probably free if all of its cold tokens were low."""
-        booking, low = entry.booking, self.bookings.model.plan.low
+        booking = entry.booking
+        low = self.bookings.plan_of(booking).low if booking else None
         if booking is None or low is None:
             return 0
         held, shared = self.cluster.ledger.held_of(entry.id), entry.sizes.shared
@@ -124,16 +125,17 @@ class MemoryLowering:
         booking.lowerings += 1
         arena, number = entry.placement.final_arena, booking.lowerings
         self._pending[entry.id] = PendingLowering(number, arena, wanted)
-        pages = -(-wanted // self.bookings.model.plan.page_bytes)
+        pages = -(-wanted // self.bookings.page_bytes)
         lower = Lower(request=entry.id, number=number, pages=pages)
         self.cluster.outbox.post(entry.worker, lower)
 
     def bound_by_low_pages(self, entry: Entry) -> None:
         """Bound a request that must have its bound booked by what it takes if it is lowered."""
-        booking, low = entry.booking, self.bookings.model.plan.low
+        booking = entry.booking
+        low = self.bookings.plan_of(booking).low if booking else None
         if booking is None or low is None or booking.lowers or not booking.may_lower:
             return
-        if self.bookings.is_recomputable(self.bookings.ahead(booking)):
+        if self.bookings.is_recomputable(booking, self.bookings.ahead(booking)):
             return
         least = self.bookings.lowered_bound(low, booking, entry.sizes.shared)
         bound = max(least, entry.sizes.grown)
@@ -168,14 +170,14 @@ class MemoryLowering:
         if message.freed:
             self._shrink(entry, message)
             self._note(entry, message, "memory_short", now)
-        freed = message.freed * self.bookings.model.plan.page_bytes
+        freed = message.freed * self.bookings.page_bytes
         if freed < pending.wanted and entry.booking is not None:
             entry.booking.unlowerable += max(0, self._gain(entry))
         return entry
 
     def _shrink(self, entry: Entry, message: Lowered) -> None:
         """Book less for a request, by what it has freed, and bound what it may still take."""
-        booking, page_bytes = entry.booking, self.bookings.model.plan.page_bytes
+        booking, page_bytes = entry.booking, self.bookings.page_bytes
         assert booking is not None
         freed, held = message.freed * page_bytes, message.pages * page_bytes
         booking.lowered += freed
@@ -192,7 +194,7 @@ class MemoryLowering:
 
     def _note(self, entry: Entry, message: Lowered, reason: str, now: float) -> None:
         """Update the bytes that a request holds, its report, the counters and the decision log."""
-        page_bytes, report = self.bookings.model.plan.page_bytes, entry.transfer.report
+        page_bytes, report = self.bookings.page_bytes, entry.transfer.report
         self.cluster.ledger.hold(entry.id, message.pages * page_bytes)
         self.cluster.counters["growth:lowered"] += not entry.was_lowered
         entry.was_lowered = True

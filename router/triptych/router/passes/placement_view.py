@@ -84,7 +84,8 @@ class Placer:
     policy: PlacementPolicy
     load_index: LoadIndex
     latency: LatencyForecast
-    block_tokens: int
+    block_tokens: Callable[[str], int]
+    """Tokens of a block of the prefix cache, by method."""
     prefixes: PrefixMap
     ttft_s: float
     """TTFT limit of prompts without one."""
@@ -96,7 +97,8 @@ class Placer:
 
     def prompt(self, request: Request) -> PromptToPlace:
         """The prompt of a request as placement policies see it."""
-        return PromptToPlace(request, request.slo.ttft_s or self.ttft_s, self.block_tokens)
+        block_tokens = self.block_tokens(request.method)
+        return PromptToPlace(request, request.slo.ttft_s or self.ttft_s, block_tokens)
 
     def snapshot(
         self, prompt: PromptToPlace, limit_tokens: int, fits: Fits, now: float
@@ -123,7 +125,7 @@ class Placer:
             return 0
         known = self.prefixes.known(arena, prompt.keys)
         self.prefixes.keep(arena, prompt.keys)
-        return known * self.block_tokens
+        return known * prompt.block_tokens
 
     def _present(self) -> DualHashRing:
         """The rings of the arenas that have prefill workers."""

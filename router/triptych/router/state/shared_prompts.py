@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Literal
 
+from triptych.core.messages import PromptKey
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.state.request_table import Entry, PromptWait, State
 
@@ -30,9 +31,6 @@ IN_WORK = (State.PREFILLING, State.PREFILLED, State.COMPRESSING)
 
 Outcome = Literal["published", "lost", "timeout"]
 """How a wait ended: the blocks are cached; the request that computed them ended; it took long."""
-
-EqualPrompt = tuple[str, int | None, int, tuple[int, ...]]
-"""``Request.prompt_key``."""
 
 
 def waits(*, left_tokens: float, queue_tokens: int, shared_tokens: int) -> bool:
@@ -59,7 +57,7 @@ def waits(*, left_tokens: float, queue_tokens: int, shared_tokens: int) -> bool:
 class Claim:
     """Blocks of a prompt that a running request computes, and that others may wait for."""
 
-    prompt: EqualPrompt
+    prompt: PromptKey
     arena: str
     """Arena in which the blocks will be published."""
     blocks: tuple[bytes, ...]
@@ -75,13 +73,13 @@ class SharedPrompts:
     request ever waits for it.
     """
 
-    block_tokens: int
-    """Tokens of a block of the prefix cache; 0: no cache, so nothing is shared."""
+    is_on: bool
+    """Whether there is a prefix cache; without one nothing is shared."""
     published: PrefixMap
     """Blocks that were published in each arena, as far as the router knows."""
     _claims: dict[str, Claim] = field(default_factory=dict[str, Claim])
     """By the id of a request that computes its prompt."""
-    _computing: dict[EqualPrompt, Entry] = field(default_factory=dict[EqualPrompt, Entry])
+    _computing: dict[PromptKey, Entry] = field(default_factory=dict[PromptKey, Entry])
     """Those of them that are in prefill."""
     _equal: dict[str, dict[str, Entry]] = field(default_factory=dict[str, dict[str, Entry]])
     """By the id of such a request: those with an equal prompt at the same worker."""
@@ -125,7 +123,7 @@ class SharedPrompts:
         if found is None:
             return None
         blocks, leader = found
-        shared = (blocks - self.published.known(arena, keys)) * self.block_tokens
+        shared = (blocks - self.published.known(arena, keys)) * prompt.block_tokens
         left = _left_tokens(leader, token_s, now)
         if not waits(left_tokens=left, queue_tokens=queue_tokens, shared_tokens=shared):
             return None
@@ -203,7 +201,7 @@ class SharedPrompts:
     # ---------------------------------------------------------------- parts
 
     def _may_share(self, entry: Entry) -> bool:
-        return self.block_tokens > 0 and not entry.request.is_scored
+        return self.is_on and not entry.request.is_scored
 
     def _last_block(self, arena: str, keys: tuple[bytes, ...]) -> tuple[int, Entry] | None:
         """The last block of a prompt that is being computed: its number, and the request."""

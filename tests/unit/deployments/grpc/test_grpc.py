@@ -184,7 +184,14 @@ async def test_answers_say_what_compression_costs_at_about_their_length(
         Fidelity(context=tokens, bytes_ratio=0.3, kl=kl, top1_agreement=0.98, perplexity_ratio=1.0)
         for tokens, kl in ((8, 0.25), (512, 0.5))
     )
-    card = ModelCard(name="tiny", context_tokens=2048, created=0, fidelity=measured)
+    card = ModelCard(
+        name="tiny",
+        context_tokens=2048,
+        created=0,
+        methods=("uniform:k8v4",),
+        fidelity={"uniform:k8v4": measured},
+        measured_on="tiny, texts 0123",
+    )
     config = IngressConfig(grpc_port=free_port())
     serving = OpenAIServing(engine=engine, tokenizer=TOKENIZER, model=card, config=config)
     server = GrpcServer(serving)
@@ -198,7 +205,13 @@ async def test_answers_say_what_compression_costs_at_about_their_length(
     transport = httpx.ASGITransport(app=create_app(serving))
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         answer = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
-    expected = {"kl": 0.25, "top1_agreement": 0.98, "measured_at_tokens": 8}
+    expected = {
+        "kl": 0.25,
+        "top1_agreement": 0.98,
+        "measured_at_tokens": 8,
+        "measured_ratio": 3.333,
+        "measured_on": "tiny, texts 0123",
+    }
     assert answer.json()["usage"]["compression"]["estimated_error"] == expected
     assert answer.headers["x-triptych-estimated-kl"] == "0.25"
 

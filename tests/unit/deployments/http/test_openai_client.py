@@ -32,12 +32,14 @@ def test_chat_answers_whole_and_says_what_compression_did(client, engine):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
     assert answer.usage.model_extra["compression"] == {
+        "method": "uniform:k8v4",
         "policy": "uniform:k8v4",
         "ratio": 3.0,
         "raw_bytes": 3000,
         "stored_bytes": 1000,
         "floor": "low",
         "lowered_tokens": 0,
+        "estimated_error": None,
     }
 
 

@@ -190,12 +190,14 @@ def test_compression_is_summed_over_choices():
         "total_tokens": 13,
         "prompt_tokens_details": {"cached_tokens": 0},
         "compression": {
+            "method": "uniform:k8v4",
             "policy": "uniform:k8v4",
             "ratio": 3.0,
             "raw_bytes": 150,
             "stored_bytes": 50,
             "floor": "low",
             "lowered_tokens": 0,
+            "estimated_error": None,
         },
     }
     assert "compression" not in usage(7, choices[1:2])
@@ -206,6 +208,7 @@ def test_what_is_shared_stands_beside_what_is_stored():
     report = CompressionReport(policy="p", raw_bytes=300, stored_bytes=30, shared_bytes=70)
     compression = usage(7, [Choice(index=0, ids=[1], compression=report)])["compression"]
     assert compression == {
+        "method": "p",
         "policy": "p",
         "ratio": 3.0,
         "raw_bytes": 300,
@@ -213,6 +216,7 @@ def test_what_is_shared_stands_beside_what_is_stored():
         "floor": "low",
         "lowered_tokens": 0,
         "shared_bytes": 70,
+        "estimated_error": None,
     }
 
 
@@ -230,4 +234,4 @@ def test_lowered_tokens_are_reported_and_the_measured_error_is_not_theirs():
     assert before["lowered_tokens"] == 96
     told = usage(7, [choice], fidelity=measured)["compression"]
     assert (told["floor"], told["lowered_tokens"]) == ("low", 96)
-    assert "estimated_error" not in told
+    assert told["estimated_error"] is None

@@ -58,6 +58,25 @@ def test_at_least_one_token_is_left_to_compute(length: int, blocks: int) -> None
     assert len(index.lookup(HERE, range(length))) == blocks
 
 
+@given(step=st.integers(1, 9), blocks=st.integers(1, 5), more=st.integers(0, 12))
+def test_blocks_have_the_size_that_their_namespace_says(step: int, blocks: int, more: int) -> None:
+    """Pages of another format hold other numbers of tokens."""
+    index = PrefixIndex(STEP, ROOMY)
+    other = Namespace(salt=b"a", model="m", revision="1", profile="k4v2", block_tokens=step)
+    publish(index, range(12), payloads(3))
+    publish(index, range(step * blocks), payloads(blocks, page=50), where=other)
+    asked = range(step * blocks + more)
+    found = index.lookup(other, asked)
+    assert len(found) == min(blocks, max(0, len(asked) - 1) // step)
+    assert [block.pages.tolist() for block in found] == [[50 + n] for n in range(len(found))]
+    assert index.resident(other, asked) == blocks
+    assert len(index.lookup(HERE, range(13))) == 3
+    assert index.check() == []
+    if step > 1:
+        with pytest.raises(ValueError, match="blocks to publish"):
+            publish(index, range(step * blocks + 1), payloads(1), where=other)
+
+
 @pytest.mark.parametrize(
     "other",
     [

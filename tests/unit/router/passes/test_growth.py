@@ -252,7 +252,7 @@ def test_beyond_the_length_that_could_be_computed_again_the_bound_is_booked() ->
     sizes = MODEL.estimate(PROMPT, MOST)
     driver = drive(capacity=sizes.grown + 4 * PAGE)
     decode(driver, "r")
-    limit = driver.router._growth.bookings._recomputable_tokens
+    limit = driver.router._growth.bookings._longest_prompt("")
     assert PROMPT < limit < PROMPT + MOST
     held, booked, bound = explained(driver, "r")
     assert booked < bound

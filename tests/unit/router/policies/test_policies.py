@@ -40,7 +40,9 @@ class Bench:
         latency.record_prefill(1.0, 100, NOW)  # a token takes 10 ms
         self.prefixes = PrefixMap(64)
         chosen = PLACEMENT_POLICIES.load(policy)
-        self.placer = Placer(chosen, self.load_index, latency, BLOCK, self.prefixes, ttft_s)
+        self.placer = Placer(
+            chosen, self.load_index, latency, lambda _: BLOCK, self.prefixes, ttft_s
+        )
 
     def add(self, number: int) -> None:
         address = f"w{number}"

@@ -103,7 +103,7 @@ def test_whoever_is_next_is_whom_the_rules_choose(
         f"w{number}" for number in silent if number < len(workers)
     }
     chosen = choose_prefill(loads, tokens=tokens, limit_tokens=50, fits=fits)
-    placer = Placer(least_bytes, load_index, LatencyForecast(), 64, PrefixMap(0), 1.0)
+    placer = Placer(least_bytes, load_index, LatencyForecast(), lambda _: 64, PrefixMap(0), 1.0)
     prompt = Request(id="new", prompt=(0,) * tokens, sampling=Sampling(), reply_to="x")
     choice = placer.choose(placer.snapshot(placer.prompt(prompt), 50, fits, 11.0))
     assert (choice and choice.worker) == address(chosen)

@@ -201,7 +201,7 @@ def test_a_lowered_request_goes_on_alike_in_another_worker(stages: Stages) -> No
             client.hear(engine.accept(Preempt(requests=("r0",))) or ())
             [offer] = client.suspended
             _, engine = stages.decoder()
-            join = replace(joining(replace(offer, request="r0")), request=long_request())
+            join = replace(joining(stages, offer), request=long_request())
             client.hear(engine.accept(join) or ())
         run(engine, client)
         stages.pool.expel(name)

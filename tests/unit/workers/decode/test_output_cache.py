@@ -190,7 +190,8 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
     arena = torch.from_numpy(pool.arena.data)
     torch.manual_seed(seed)
     keys, values, scores = (*torch.randn(2, stored, rows, 32).unbind(), torch.rand(stored, rows))
-    tables = Checkpoint.create(plan, None, 2, 600).sections
+    method = Checkpoint.create(plan, None, 2, 600).tables.methods[0]
+    tables = method.sections
     chance = np.random.default_rng(seed)
     # Sink and window are recent and in order; the rest is in any class and any order.
     raw_end = plan.sink_tokens + 8 * plan.recent.tokens if plan.compresses else stored
@@ -229,9 +230,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         kept = store.begin(prefix)
         assert kept is not None
         span = kept.first * size, kept.last * size
-        kept.source = SlotTokenSource.of(
-            DevicePages(CPU, arena, arena), plan, tables, 1, span, stored
-        )
+        kept.source = SlotTokenSource.of(DevicePages(CPU, arena, arena), method, 1, span, stored)
         assert kept.source is not None
         while not store.publish_next(kept, 1):
             pass
@@ -258,11 +257,10 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
         )
     tables[0].tokens[1, 1, 0] -= 1
     assert (
-        SlotTokenSource.of(DevicePages(CPU, arena, arena), plan, tables, 1, (0, size), stored)
-        is None
+        SlotTokenSource.of(DevicePages(CPU, arena, arena), method, 1, (0, size), stored) is None
     ), "a row dropped one"
     assert attention.isfinite().all()
 
 
 def test_a_worker_without_a_store_keeps_nothing() -> None:
-    assert OutputCache.of(None, torch.empty(0), (), "always") is None
+    assert OutputCache.of(None, torch.empty(0), "always") is None

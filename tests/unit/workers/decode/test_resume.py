@@ -3,7 +3,7 @@
 import contextlib
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,6 +63,8 @@ POLICIES = {
     "uniform": {"policy": "uniform:k8v4", "recent_window_tokens": 4},
     "raw": {"policy": "uniform:fp16"},
 }
+POLICIES["mixed"] = {**DIFFKV, "methods": ["uniform:fp16"]}
+"""The first request has classes, the second one keeps 16 bits."""
 POLICIES["selected"] = POLICIES["diffkv"]
 SELECTION = {
     "method": "moments",
@@ -114,13 +116,15 @@ class Stages:
     def of(
         cls,
         model: Path,
-        policy: str,
+        policy: str | Mapping[str, object],
         plugins: Iterable[object] = (),
         device: Device = CPU,
     ) -> "Stages":
+        """``policy``: a name of ``POLICIES``, or settings of the compressor."""
+        compressor = POLICIES[policy] if isinstance(policy, str) else policy
         settings = {
             "model": {"name": str(model), "dtype": "float32", "max_model_len": CONTEXT},
-            "compressor": {"profile": "none", **POLICIES[policy]},
+            "compressor": {"profile": "none", **compressor},
             "pool": {"kv_cache_memory_bytes": 8 << 20},
             "decode": {
                 "selection": SELECTION if policy == "selected" else {},
@@ -156,8 +160,14 @@ class Stages:
     def join(self, request: Request) -> Join:
         """Read and compress a prompt, as the router would have it done."""
         prefill, compress = self.engines["prefill"], self.engines["compress"]
+        methods = list(self.plan.by_method)
+        number = int(request.id[-1]) if request.id[-1].isdigit() else 0
+        if len(methods) > 1:
+            request = replace(request, method=methods[number % len(methods)])
         read = self._until(prefill, Prefill(requests=(request,)), Prefilled)
-        item = CompressItem(request=request.id, handle=read.handle, floor=request.floor)
+        item = CompressItem(
+            request=request.id, handle=read.handle, floor=request.floor, method=request.method
+        )
         self._until(compress, Compress(items=(item,)), Planned)
         arena = self.pool.arena.id
         done = self._until(compress, Encode(requests=(request.id,), arena=arena), Compressed)
@@ -358,7 +368,7 @@ def test_log_probabilities_that_were_never_sent_go_with_a_request_that_migrates(
     [offer] = [send.message for send in engine.accept(Preempt(requests=(asked.id,))) or ()]
     assert isinstance(offer, Preempted)
     client, (next_name, heir) = Client(), stages.decoder()
-    client.hear(heir.accept(joining(offer)) or ())
+    client.hear(heir.accept(joining(stages, offer)) or ())
     run(heir, client)
     assert client.answer(asked.id) == whole[asked.id]
     assert [*sorted(client.likely[asked.id])] == [*range(1, ANSWER)]
@@ -384,7 +394,7 @@ def go_on(
     run(takeover, client)
     next_name, third = stages.decoder()
     for offer in client.suspended:
-        client.hear(third.accept(joining(offer)) or ())
+        client.hear(third.accept(joining(stages, offer)) or ())
     run(third, client)
     assert client.resumed == client.finished == set(whole)
     assert {name: client.answer(name) for name in whole} == whole, how
@@ -503,7 +513,7 @@ def test_a_request_moves_between_living_workers_and_no_token_changes(
             assert not engine.has_work()
         for offer in client.suspended:
             _, engine = luck.choice(both)
-            client.hear(engine.accept(joining(offer)) or ())
+            client.hear(engine.accept(joining(stages, offer)) or ())
             moves += 1
         client.suspended.clear()
     assert moves > 20
@@ -534,10 +544,9 @@ def test_an_answer_that_is_computed_again_goes_on_with_the_token_that_was_drawn(
     assert handed["again"] == handed["prompt"] != (output_tokens[0],)
 
 
-def joining(offer: Preempted, previous_worker: str = "") -> Join:
-    [request] = [one for one in requests() if one.id == offer.request]
+def joining(stages: Stages, offer: Preempted, previous_worker: str = "") -> Join:
     return Join(
-        request=request,
+        request=stages.joins[offer.request].request,
         output_tokens=offer.output_tokens,
         handle=offer.handle,
         report=REPORT,
@@ -584,7 +593,7 @@ def test_what_is_on_offer_outlives_the_worker_that_offered_it(
     if is_heard:
         stages.pool.inherit(previous_worker)  # a fence: it is dead from here on
         for offer in client.suspended:
-            client.hear(takeover.accept(joining(offer, previous_worker)) or ())
+            client.hear(takeover.accept(joining(stages, offer, previous_worker)) or ())
     else:
         for request in requests():
             client.hear(takeover.accept(stages.resume(request, previous_worker)) or ())
@@ -608,7 +617,7 @@ def test_a_death_on_the_way_into_the_batch_costs_nothing(
         client.hear(first[1].step())
     previous_worker, engine = stages.decoder()
     client.hear(first[1].accept(Preempt(requests=("r0",))) or ())
-    joins = [joining(client.suspended.pop()), stages.join(new)]
+    joins = [joining(stages, client.suspended.pop()), stages.join(new)]
     stages.joins["r0"] = joins[0]
 
     def die(*_: object, **__: object) -> None:

@@ -44,9 +44,10 @@ class Slots:
         self.arena = torch.zeros(PAGES, plan.page_bytes, dtype=torch.uint8)
         self.checkpoint = checkpoint = Checkpoint.create(plan, None, SLOTS, LONGEST)
         memory = DevicePages(CPU, self.arena, self.arena)
-        self.window = Window(memory, checkpoint, Sections(checkpoint.tables, CPU))
-        self.tables = checkpoint.tables
-        self.recent, self.high, self.low = checkpoint.tables
+        self.method = checkpoint.tables.methods[0]
+        self.window = Window(memory, checkpoint, self.method, Sections(checkpoint.sections, CPU))
+        self.tables = self.method.tables
+        self.recent, self.high, self.low = self.tables
         self.seen = dict[int, int]()
         self.taken = {slot: list[int]() for slot in range(SLOTS)}
         self.unused = {slot: list[int]() for slot in range(SLOTS)}
@@ -59,10 +60,10 @@ class Slots:
         if self.window.is_full(int(at[0])):
             alphas = self.window.plan.policy.answer_alphas
             retirement = self.window.prepare(at, [self.seen[slot]], alphas)
-            self._grow(self.checkpoint.class_table, at, retirement.plan.counts)
+            self._grow(self.method.classes, at, retirement.plan.counts)
             self.unused[slot] += self.window.apply(retirement)[0].tolist()
         if self.recent.length(slot) % self.recent.layout.tokens == 0:
-            self._grow_recent(self.checkpoint.recent_table, at)
+            self._grow_recent(self.method.recent, at)
         column, row = divmod(int(self.recent.tokens[0, slot, 0]), self.recent.layout.tokens)
         self.recent.tokens[:, slot] += 1
         parts = segments(self.arena, self.plan.recent)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from triptych.core.config import CompressorConfig
-from triptych.core.policy import Policy
+from triptych.core.methods.table import policy_of
 from triptych.core.profile import Profile
 from triptych.workers.models.compression_profile import PACKAGED
 
@@ -20,7 +20,7 @@ def test_there_is_one_for_the_default_model() -> None:
 def test_a_packaged_profile_is_whole(path: Path) -> None:
     profile = Profile.read(path)
     profile.check_model(path.stem, profile.geometry, path)
-    policy = Policy.of(CompressorConfig(), profile)
+    policy = policy_of(CompressorConfig(), profile)
     assert policy.kv_rotation.rotated
     assert (
         len(policy.kv_rotation.key_centre)

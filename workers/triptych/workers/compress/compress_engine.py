@@ -18,6 +18,7 @@ from torch import Tensor
 
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import KVHandle, LeaseRef
+from triptych.core.layout import PageLayout
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -34,6 +35,7 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.core.pages import PagePlan
+from triptych.core.policy import Policy
 from triptych.kernels import Section, mass_limits, move_tokens, plan_tokens, significance_of
 from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
@@ -188,14 +190,15 @@ class CompressEngine:
 
     def _publish(self, prefixes: PrefixStore, prefix: Prefix, raw: Ids, tokens: int) -> None:
         """Publish whole blocks of a prompt; with a prefix cache, all layers arrive at once."""
-        judged = self.plan.policy.needs_significance and not self.plan.rounds_prompts
+        plan = prefixes.plan
+        judged = plan.policy.needs_significance and not plan.rounds_prompts
         significance = self._significance(raw, tokens) if judged else None
-        prefixes.publish(prefix, RawPages(self._memory, self.plan, raw, significance))
+        prefixes.publish(prefix, RawPages(self._memory, plan, raw, significance))
 
     # ---------------------------------------------------------------- plan
 
     def _expect(self, request: str) -> list[Send]:
-        self._open[request] = Job(request)
+        self._open[request] = Job(request, self.plan)
         early = [layers for layers in self._unannounced if layers.request == request]
         for layers in early:
             self._unannounced.remove(layers)
@@ -210,9 +213,10 @@ class CompressEngine:
             return []
         job.tokens, job.floor = message.handle.tokens, message.floor
         try:
+            job.plan = self.plan.of_method(message.method)
             if job.rows != message.first * self.plan.geometry.kv_heads:
                 raise MessageError(f"layers from {message.first} on behind {job.rows} head rows")
-            group = self._attach(message.handle, rows_of(message.handle))
+            group = self._attach(job.plan, message.handle, rows_of(message.handle))
             group.classes = self._classes(group, job)
         except TriptychError as error:
             return [self._fail(name, error)]
@@ -227,9 +231,10 @@ class CompressEngine:
         if announced is not None and announced.rows + rows_of(item.handle) < every:
             self._deferred[item.request] = item
             return []
-        job = self._open.setdefault(item.request, Job(item.request))
+        job = self._open.setdefault(item.request, Job(item.request, self.plan))
         job.tokens, job.floor = item.handle.tokens, item.floor
         try:
+            job.plan = self.plan.of_method(item.method)
             self._plan(job, item, every - job.rows)
         except TriptychError as error:
             return [self._fail(item.request, error)]
@@ -246,46 +251,48 @@ class CompressEngine:
 
         Blocks of the prompt are published first, so that the request shares them with the cache.
         """
-        group = self._attach(item.handle, rows)
+        plan = job.plan
+        group = self._attach(plan, item.handle, rows)
         job.groups.append(group)
         fixed, rounded = NONE, 0
         if self.prefixes is not None and item.prefix is not None:
-            self._publish(self.prefixes, item.prefix, group.raw, job.tokens)
-            rounded = self.plan.rounded_tokens(item.prefix.prompt_tokens).stop
-            fixed = self.plan.fixed_span(rounded or item.prefix.cached_tokens, job.tokens)
-            job.shared = self.prefixes.share(item.prefix, fixed)
+            prefixes = self.prefixes.of_method(item.method)
+            self._publish(prefixes, item.prefix, group.raw, job.tokens)
+            rounded = plan.rounded_tokens(item.prefix.prompt_tokens).stop
+            fixed = plan.fixed_span(rounded or item.prefix.cached_tokens, job.tokens)
+            job.shared = prefixes.share(item.prefix, fixed)
         if job.shared is None and not rounded:
             fixed = NONE
-        if self.plan.compresses:
+        if plan.compresses:
             group.classes = self._classes(group, job, fixed, rounded)
             if fixed and job.shared is None:
-                group.classes.append(self._fixed_class(rows, fixed))
+                group.classes.append(self._fixed_class(plan.high, rows, fixed))
 
-    def _fixed_class(self, rows: int, fixed: range) -> ClassPlan:
+    def _fixed_class(self, high: PageLayout, rows: int, fixed: range) -> ClassPlan:
         """Fixed pages of the request's own, as the blocks that the cache did not take."""
         count, there = len(fixed), self.device.name
-        beside_sink = -fixed.start % self.plan.high.tokens
+        beside_sink = -fixed.start % high.tokens
         positions = torch.arange(fixed.start, fixed.stop, dtype=torch.int32, device=there)
         places = torch.arange(count, dtype=torch.int32, device=there)
         places = ((places - beside_sink) % count).expand(rows, count)
         counts: Ids = np.full(rows, count, np.int32)
-        return ClassPlan(self.plan.high, positions, places, counts, is_fixed=True)
+        return ClassPlan(high, positions, places, counts, is_fixed=True)
 
-    def _attach(self, handle: KVHandle, rows: int) -> LayerGroup:
-        _, ids = unpack_run(handle.runs[0], self.plan.raw, rows, self.pool.capacity_pages)
+    def _attach(self, plan: PagePlan, handle: KVHandle, rows: int) -> LayerGroup:
+        _, ids = unpack_run(handle.runs[0], plan.raw, rows, self.pool.capacity_pages)
         (lease_ref,) = self.pool.attach([(handle.lease_ref, ids)])
-        sink = min(self.plan.sink_tokens, handle.tokens)
-        leaving = range(sink, sink + self.plan.leaving_tokens(handle.tokens))
+        sink = min(plan.sink_tokens, handle.tokens)
+        leaving = range(sink, sink + plan.leaving_tokens(handle.tokens))
         return LayerGroup(lease_ref, ids.reshape(rows, -1), leaving)
 
-    def _recent_class(self, group: LayerGroup, tokens: int) -> ClassPlan:
+    def _recent_class(self, group: LayerGroup, job: Job) -> ClassPlan:
         """The sink and the newest tokens."""
         rows, leaving, there = len(group.raw), group.leaving, self.device
-        count = tokens - len(leaving)
-        kept = np.r_[0 : leaving.start, leaving.stop : tokens].astype(np.int32)
+        count = job.tokens - len(leaving)
+        kept = np.r_[0 : leaving.start, leaving.stop : job.tokens].astype(np.int32)
         places = there.put(np.arange(count, dtype=np.int32)).expand(rows, count)
         counts: Ids = np.full(rows, count, np.int32)
-        return ClassPlan(self.plan.recent, there.put(kept), places, counts)
+        return ClassPlan(job.plan.recent, there.put(kept), places, counts)
 
     def _classes(
         self, group: LayerGroup, job: Job, fixed: range = NONE, rounded: int = 0
@@ -300,7 +307,7 @@ class CompressEngine:
         Counts are exact. The significance of shared tokens is computed too, if thresholds depend
         on it.
         """
-        policy, raw, tokens = self.plan.policy, group.raw, job.tokens
+        policy, raw, tokens = job.plan.policy, group.raw, job.tokens
         rows, there = len(raw), self.device.name
         first, end = group.leaving.start, group.leaving.stop
         every = np.arange(first, end, dtype=np.int32)
@@ -308,7 +315,7 @@ class CompressEngine:
         if policy.needs_significance and first < end and job.floor == "low":
             significance = self._significance(raw, tokens)
             judged = slice(max(0, first - rounded), max(0, end - rounded))
-            high, low = self._limits(significance[:, rounded:], judged, tokens)
+            high, low = _limits(policy, significance[:, rounded:], judged, tokens)
             scores = significance[:, self.device.put(own).long()]
         else:
             scores = torch.zeros(rows, own.size, device=there)
@@ -319,11 +326,11 @@ class CompressEngine:
             "window": int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
         }
         classes, ranks, counts = plan_tokens(scores, lengths, high, low, **always)
-        low_pays = self._low_pays(counts.T.contiguous().cpu().numpy())
+        low_pays = _low_pays(job.plan, counts.T.contiguous().cpu().numpy())
         if not low_pays.all():
             high = torch.where(self.device.put(low_pays), high, low)
             classes, ranks, counts = plan_tokens(scores, lengths, high, low, **always)
-        positions, recent = self.device.put(own), self._recent_class(group, tokens)
+        positions, recent = self.device.put(own), self._recent_class(group, job)
         places = [ranks.masked_fill(classes != name, NOT_IN_CLASS) for name in (HIGH, LOW)]
         # Last, so that no work of the device is pending when the plan is announced.
         counted = counts.T.contiguous().cpu().numpy()
@@ -331,31 +338,9 @@ class CompressEngine:
             recent,
             *(
                 ClassPlan(layout, positions, here, each)
-                for layout, here, each in zip(self.plan.classes, places, counted, strict=False)
+                for layout, here, each in zip(job.plan.classes, places, counted, strict=False)
             ),
         ]
-
-    def _low_pays(self, counts: Ids) -> NDArray[np.bool_]:
-        """Whether a head row takes fewer pages with a low class than with all its tokens high.
-
-        ``counts``: high and low tokens, [2, head rows].
-        """
-        if self.plan.low is None:
-            return np.ones(counts.shape[1], np.bool_)
-        high, low = pages_of(counts[0], self.plan.high), pages_of(counts[1], self.plan.low)
-        all_high = pages_of(counts[0] + counts[1], self.plan.high)
-        return np.less(high + low, all_high) | np.equal(low, 0)
-
-    def _limits(self, scores: Tensor, leaving: slice, tokens: int) -> tuple[Tensor, Tensor]:
-        """Significance thresholds of the high and the low class: [head rows] each."""
-        policy = self.plan.policy
-        if policy.mass_high > 0:
-            total, leave = scores.sum(1), scores[:, leaving]
-            high = mass_limits(leave, total, policy.mass_high)
-            return high, mass_limits(leave, total, policy.mass_low)
-        alphas = policy.alpha_high, policy.alpha_low
-        high, low = (scores.new_full((len(scores),), min(1.0, a / tokens)) for a in alphas)
-        return high, low
 
     def _significance(self, raw: Ids, tokens: int) -> Tensor:
         """Mean attention of each token from itself and all later ones, [head rows, tokens].
@@ -392,8 +377,7 @@ class CompressEngine:
     def _hand_over(self, jobs: list[Job], encoded: list[list[Ids]]) -> list[Send]:
         """Hand the pages over, and free the raw ones, in one call."""
         all_runs = [self._runs(job, last) for job, last in zip(jobs, encoded, strict=True)]
-        high = self.plan.high
-        fixed_runs = [job.fixed_run(last, high) for job, last in zip(jobs, encoded, strict=True)]
+        fixed_runs = [job.fixed_run(last) for job, last in zip(jobs, encoded, strict=True)]
         parts = [
             runs if fixed is None else [*runs, fixed]
             for runs, fixed in zip(all_runs, fixed_runs, strict=True)
@@ -419,7 +403,7 @@ class CompressEngine:
 
     def _runs(self, job: Job, last: list[Ids]) -> list[Run]:
         """Pages of a request by format, for its handle: each class, or the raw pages."""
-        if self.plan.compresses:
+        if job.plan.compresses:
             return job.runs(last)
         tokens = np.full(self.plan.geometry.head_rows, job.tokens, np.int32)
         return [(self.plan.raw, tokens, np.concatenate([of.raw.ravel() for of in job.groups]))]
@@ -429,13 +413,36 @@ class CompressEngine:
     ) -> Send:
         job.shared = None  # its pin belongs to the request now
         report = CompressionReport(
-            policy=self.plan.policy.name,
+            policy=job.plan.policy.name,
             raw_bytes=self.plan.raw_bytes(job.tokens),
             stored_bytes=job.total_pages * self.plan.page_bytes,
             shared_bytes=lease_ref.shared * self.plan.page_bytes,
         )
         handle = make_handle(lease_ref, runs, job.tokens, fixed)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
+
+
+def _low_pays(plan: PagePlan, counts: Ids) -> NDArray[np.bool_]:
+    """Whether a head row takes fewer pages with a low class than with all its tokens high.
+
+    ``counts``: high and low tokens, [2, head rows].
+    """
+    if plan.low is None:
+        return np.ones(counts.shape[1], np.bool_)
+    high, low = pages_of(counts[0], plan.high), pages_of(counts[1], plan.low)
+    all_high = pages_of(counts[0] + counts[1], plan.high)
+    return np.less(high + low, all_high) | np.equal(low, 0)
+
+
+def _limits(policy: Policy, scores: Tensor, leaving: slice, tokens: int) -> tuple[Tensor, Tensor]:
+    """Significance thresholds of the high and the low class: [head rows] each."""
+    if policy.mass_high > 0:
+        total, leave = scores.sum(1), scores[:, leaving]
+        high = mass_limits(leave, total, policy.mass_high)
+        return high, mass_limits(leave, total, policy.mass_low)
+    alphas = policy.alpha_high, policy.alpha_low
+    high, low = (scores.new_full((len(scores),), min(1.0, a / tokens)) for a in alphas)
+    return high, low
 
 
 def rows_of(handle: KVHandle) -> int:

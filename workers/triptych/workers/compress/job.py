@@ -11,6 +11,7 @@ from torch import Tensor
 from triptych.core.handles import LeaseRef
 from triptych.core.layout import PageLayout
 from triptych.core.messages import Floor, Layers, LayersEncoded, Send
+from triptych.core.pages import PagePlan
 from triptych.workers.kv.block_table import SectionTable
 from triptych.workers.kv.handle_codec import Run, pages_of, pool_pages, small_pages
 from triptych.workers.kv.prefix_cache import SharedPrefix
@@ -88,6 +89,8 @@ class Job:
     """One request between plan and encoding."""
 
     request: str
+    plan: PagePlan
+    """That of its compression method; of the default one before its first layers arrive."""
     tokens: int = 0
     """Tokens of the sequence; 0 before its first layers arrive."""
     floor: Floor = "low"
@@ -135,10 +138,10 @@ class Job:
             if not plan.is_fixed
         ]
 
-    def fixed_run(self, last: Sequence[Ids], high: PageLayout) -> Run | None:
+    def fixed_run(self, last: Sequence[Ids]) -> Run | None:
         """Fixed pages, shared or its own; None if there are none."""
         if self.shared is not None:
-            return high, self.shared.counts, self.shared.pages.ravel()
+            return self.plan.high, self.shared.counts, self.shared.pages.ravel()
         for plan, ids in zip(self.last.classes, last, strict=True):
             if plan.is_fixed:
                 return plan.layout, plan.counts, ids

@@ -25,12 +25,13 @@ from triptych.core.handles import LeaseId
 from triptych.core.messages import TokenLogprob
 from triptych.core.pages import PagePlan
 from triptych.kernels import Retirement
-from triptych.workers.kv.block_table import PageTable, SectionTable
+from triptych.workers.kv.block_table import SectionTable
 from triptych.workers.kv.handle_codec import Run, pool_pages, small_pages
+from triptych.workers.kv.method_tables import MethodTables, TableLayouts, WorkerTables
 
 Ids = NDArray[np.int32]
 
-VERSION = 9
+VERSION = 10
 ID_BYTES = 128
 """Longest request id in a checkpoint; a request with a longer id restarts if its worker dies."""
 MAX_PLUGIN_MEMORY = 16
@@ -97,10 +98,7 @@ class Checkpoint:
     memory: NDArray[np.uint8]
     slots: int
     context_tokens: int
-    tables: list[SectionTable] = field(init=False)
-    """The tables of ``recent_table``, then those of ``class_table`` (the policy's classes)."""
-    fixed: SectionTable | None = field(init=False)
-    """Read-only pages of cached prefixes. None if requests do not share pages."""
+    tables: WorkerTables = field(init=False)
 
     def __post_init__(self) -> None:
         fields = _fields(self.plan, self.slots, self.context_tokens)
@@ -109,6 +107,8 @@ class Checkpoint:
         self._fingerprint = sha256(repr((VERSION, fields, self.plan)).encode()).hexdigest().encode()
         self.request: NDArray[np.bytes_] = arrays["request"]
         self.lease: NDArray[np.int64] = arrays["lease"]
+        self.method: Ids = arrays["method"]
+        """Index of the compression method of a slot's request, of those that the server offers."""
         self.num_prior_tokens: Ids = arrays["num_prior_tokens"]
         """Tokens before the first output token counted here: the prompt and any earlier output."""
         self.num_output_tokens: Ids = arrays["num_output_tokens"]
@@ -133,23 +133,31 @@ class Checkpoint:
         self.lowered_tables = LoweredTables(
             *(arrays[name] for name in LoweredTables.__dataclass_fields__)
         )
-        self.recent_table = PageTable(
-            [self.plan.recent], arrays["recent_entries"], arrays["recent_tokens"]
-        )
-        self.class_table = PageTable(
-            self.plan.classes, arrays["class_entries"], arrays["class_tokens"]
-        )
-        self.tables = [*self.recent_table.tables, *self.class_table.tables]
-        self.fixed = (
-            SectionTable(self.plan.high, arrays["fixed"], arrays["fixed_tokens"])
-            if self.plan.has_fixed_pages
-            else None
+        layouts = TableLayouts.of(self.plan)
+        self.tables = WorkerTables(
+            self.plan,
+            [_entries_and_tokens(arrays, "recent", at) for at in range(len(layouts.recent))],
+            arrays["class_entries"],
+            arrays["class_tokens"],
+            [_entries_and_tokens(arrays, "fixed", at) for at in range(len(layouts.fixed))],
         )
 
     @property
     def sections(self) -> list[SectionTable]:
-        """All tables that attention reads: ``tables``, then ``fixed``."""
-        return self.tables if self.fixed is None else [*self.tables, self.fixed]
+        """All tables that attention reads, of all methods."""
+        return self.tables.sections
+
+    def tables_for(self, method: str) -> MethodTables:
+        """The tables of a method, by its name; empty: of the default one.
+
+        Raises: UnknownMethod
+        """
+        name = self.plan.of_method(method).policy.name
+        return self.tables.methods[list(self.plan.by_method).index(name)]
+
+    def tables_of(self, slot: int) -> MethodTables:
+        """The tables of a slot's method."""
+        return self.tables.methods[int(self.method[slot])]
 
     @classmethod
     def create(
@@ -178,6 +186,12 @@ class Checkpoint:
 
     # ---------------------------------------------------------------- writing
 
+    def assign(self, slot: int, tables: MethodTables) -> None:
+        """Give a slot to a request of the method with these tables, and empty all of its tables."""
+        self.method[slot] = self.tables.methods.index(tables)
+        for table in self.sections:
+            table.clear(slot)
+
     def join(
         self,
         slot: int,
@@ -205,7 +219,8 @@ class Checkpoint:
         self.num_prior_tokens[slot] = stored_tokens + 1 - len(output_tokens)
         self.scored[slot] = self.retirements.phase[slot] = 0
         self.lowered[slot] = lowered_tokens * self.plan.geometry.head_rows
-        self.retirements.retired[slot] = stored_tokens - int(self.tables[0].tokens[0, slot, 0])
+        recent = self.tables_of(slot).tables[0]
+        self.retirements.retired[slot] = stored_tokens - recent.length(slot)
         self.enter(slot, request, lease)
 
     def enter(self, slot: int, request: str, lease: int) -> None:
@@ -247,16 +262,17 @@ class Checkpoint:
         that store nothing has changed, and after it a takeover worker completes it (``resume``).
         """
         after = self.lowered_tables
-        after.entries_after[:, slot], after.tokens_after[:, :, slot] = entries, tokens
+        after.entries_after[:, slot] = entries
+        after.tokens_after[: len(tokens), :, slot] = tokens
         after.lowered_after[slot] = self.lowered[slot] + count
         self.retirements.phase[slot] = LOWERED
         self.complete_lowering(slot)
 
     def complete_lowering(self, slot: int) -> None:
         """Put the tables after a lowering in place."""
-        after = self.lowered_tables
-        self.class_table.entries[:, slot] = after.entries_after[:, slot]
-        self.class_table.tokens[:, :, slot] = after.tokens_after[:, :, slot]
+        after, table = self.lowered_tables, self.tables_of(slot).classes
+        table.entries[:, slot] = after.entries_after[:, slot]
+        table.tokens[:, :, slot] = after.tokens_after[: len(table.tokens), :, slot]
         self.lowered[slot] = after.lowered_after[slot]
         self.retirements.phase[slot] = 0
 
@@ -353,15 +369,21 @@ class Checkpoint:
             1 <= count <= last
             and 0 <= int(self.num_prior_tokens[slot]) <= last
             and 0 <= int(moving.phase[slot]) <= LOWERED
+            and 0 <= int(self.method[slot]) < len(self.tables.methods)
             and 0 <= self.recent_tokens(slot) <= self.position(slot)
-            and all(
-                counts.min() >= 0 and table.layout.pages(int(counts.max())) <= table.width
-                for table, counts in zip(self.sections, self.counts(slot), strict=True)
-            )
+            and (self.is_finished(slot) or self._fits(slot))
         )
         if not sound:
             raise MessageError(f"the checkpoint entry of {request!r} is inconsistent")
         return slot
+
+    def _fits(self, slot: int) -> bool:
+        """Whether the tables of a slot have room for its tokens. Those of a slot with a finished
+        output may have been emptied for the next request."""
+        return all(
+            counts.min() >= 0 and table.layout.pages(int(counts.max())) <= table.width
+            for table, counts in zip(self.tables_of(slot).sections, self.counts(slot), strict=True)
+        )
 
     def recent_tokens(self, slot: int) -> int:
         """Tokens in the recent pages of each row, after the retirement under way."""
@@ -372,32 +394,36 @@ class Checkpoint:
     def counts(self, slot: int) -> list[Ids]:
         """Tokens of each row by section, [layers, kv_heads], after the retirement or the lowering
         under way."""
-        recent = np.full_like(self.tables[0].tokens[:, slot], self.recent_tokens(slot))
-        counts = [recent, *(table.tokens[:, slot] for table in self.sections[1:])]
+        own = self.tables_of(slot)
+        first, *others = own.sections
+        recent = np.full_like(first.tokens[:, slot], self.recent_tokens(slot))
+        counts = [recent, *(table.tokens[:, slot] for table in others)]
+        classes = len(own.classes.layouts)
         if self._is_retiring(slot):
             then = Retirement(self.retirements.plan[:, slot]).counts
-            counts[1 : len(self.tables)] = (then[..., i] for i in range(len(self.tables) - 1))
+            counts[1 : 1 + classes] = (then[..., i] for i in range(classes))
         elif self._is_lowering(slot):
-            counts[1 : len(self.tables)] = self.lowered_tables.tokens_after[:, :, slot]
+            counts[1 : 1 + classes] = self.lowered_tables.tokens_after[:classes, :, slot]
         return counts
 
     def pages(self, slot: int) -> Ids:
         """All pages of the pool in use by a slot's request, those of the retirement or lowering
         under way and of a step that was cut short included; fixed pages last."""
-        tables = [table.pages[:, slot] for table in self.sections]
+        own = self.tables_of(slot)
+        tables = [table.pages[:, slot] for table in own.sections]
         held = self.counts(slot)
         if self._is_retiring(slot):
             tables[0] = self.retirements.recent_pages[:, slot]
-            held[0] = held[0] + np.int32(self.plan.retire_tokens)
+            held[0] = held[0] + np.int32(own.plan.retire_tokens)
         elif self._is_lowering(slot):
             after = self.lowered_tables.entries_after[:, slot]
-            tables[1 : len(self.tables)] = after, after[..., ::-1]
+            tables[1 : len(own.tables)] = after, after[..., ::-1]
         used = [
             table[_first(table, -(-tokens // np.int32(section.layout.tokens)))]
-            for table, tokens, section in zip(tables, held, self.sections, strict=True)
+            for table, tokens, section in zip(tables, held, own.sections, strict=True)
         ]
         used[0] = np.concatenate([self.mid_step_pages(slot), used[0]])
-        used[0] = pool_pages(used[0], self.plan.recent.parts)
+        used[0] = pool_pages(used[0], own.plan.recent.parts)
         return np.concatenate(used, dtype=np.int32)
 
     def unused_pages(self, slot: int) -> Ids:
@@ -405,15 +431,17 @@ class Checkpoint:
 
         Those of a step that was cut short come first, since rows take them in this order.
         """
-        parts, begun = self.plan.recent.parts, self.mid_step_pages(slot)
-        _, used = self.tables[0].read(slot)
+        own, begun = self.tables_of(slot), self.mid_step_pages(slot)
+        parts = own.plan.recent.parts
+        _, used = own.tables[0].read(slot)
         used = np.concatenate([begun, used])
         every = small_pages(pool_pages(used, parts), parts)
         return np.concatenate([begun, np.setdiff1d(every, used)])
 
     def fixed_run(self, slot: int) -> Run | None:
         """Layout, tokens and pages of the cached prefix that a slot's request shares, if any."""
-        run = None if self.fixed is None else self.fixed.run(slot)
+        fixed = self.tables_of(slot).fixed
+        run = None if fixed is None else fixed.run(slot)
         return run if run and run[2].size else None
 
     def _is_retiring(self, slot: int) -> bool:
@@ -424,7 +452,7 @@ class Checkpoint:
 
     def is_mid_step(self, slot: int) -> bool:
         """Whether the next step of a slot has added scores already and was cut short."""
-        return int(self.scored[slot]) > self.position(slot) * len(self.tables[0].pages)
+        return int(self.scored[slot]) > self.position(slot) * self.plan.geometry.layers
 
     def mid_step_pages(self, slot: int) -> Ids:
         """Recent pages, in row order, that hold only the token of a step that was cut short.
@@ -432,15 +460,18 @@ class Checkpoint:
         The repeated step skips the layers whose scores are added, so it needs their keys and
         values. Empty if the token is not the first of its page.
         """
-        recent = self.tables[0]
+        recent = self.tables_of(slot).tables[0]
         column, row = divmod(self.recent_tokens(slot), recent.layout.tokens)
         if row or not self.is_mid_step(slot) or column >= recent.width:
             return np.empty(0, np.int32)
         return recent.pages[:, slot, :, column].ravel()
 
-    def copy_slot(self, other: "Checkpoint", at: int, slot: int) -> None:
+    def copy_slot(self, other: Self, at: int, slot: int) -> None:
         """Copy the tables and output of another checkpoint's slot, but not its lease."""
-        for mine, theirs in zip(self.sections, other.sections, strict=True):
+        given: MethodTables = other.tables_of(at)
+        own = self.tables.methods[int(other.method[at])]
+        self.assign(slot, own)
+        for mine, theirs in zip(own.sections, given.sections, strict=True):
             mine.pages[:, slot], mine.tokens[:, slot] = theirs.pages[:, at], theirs.tokens[:, at]
         self.num_prior_tokens[slot], self.num_output_tokens[slot] = (
             other.num_prior_tokens[at],
@@ -460,19 +491,31 @@ def _first(table: Ids, counts: Ids) -> NDArray[np.bool_]:
     return np.asarray(np.arange(table.shape[-1]) < counts[..., None], np.bool_)
 
 
+def _entries_and_tokens(arrays: Mapping[str, Any], kind: str, index: int) -> tuple[Ids, Ids]:
+    """Page ids and token counts of one table of recent or of fixed pages."""
+    return arrays[f"{kind}_entries_{index}"], arrays[f"{kind}_tokens_{index}"]
+
+
 def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
-    geometry = plan.geometry
+    geometry, plans, layouts = plan.geometry, plan.by_method.values(), TableLayouts.of(plan)
     rows = (geometry.layers, slots, geometry.kv_heads)
-    recent = (*rows, plan.recent_pages(context_tokens) + 1)
-    entries = (*rows, plan.most_pages(context_tokens) + 1 if plan.compresses else 0)
-    moving = (*rows, Retirement.width(plan.retire_tokens) if plan.compresses else 0)
+    compressing = [one for one in plans if one.compresses]
+    width = max((one.most_pages(context_tokens) + 1 for one in compressing), default=0)
+    retire_tokens = max(one.retire_tokens for one in plans)
+    moving = (*rows, Retirement.width(retire_tokens) if compressing else 0)
+    most_classes = max(len(one.classes) for one in plans)
+    has_low = most_classes > 1
     each = (slots,)
-    fixed = (*rows, plan.high.pages(context_tokens)) if plan.has_fixed_pages else ()
-    shared: Fields = {"fixed": ("<i4", fixed), "fixed_tokens": ("<i4", rows)} if fixed else {}
-    return {
+    # Only recent pages retire: they come first among those of new tokens.
+    recent = [
+        max(one.recent_pages(context_tokens) + 1 for one in plans if one.recent == layout)
+        for layout in layouts.recent
+    ]
+    fields: dict[str, tuple[str, tuple[int, ...]]] = {
         "fingerprint": ("S64", (1,)),
         "request": (f"S{ID_BYTES}", each),
         "lease": ("<i8", each),
+        "method": ("<i4", each),
         "num_prior_tokens": ("<i4", each),
         "num_output_tokens": ("<i4", each),
         "token_ids": ("<i4", (slots, context_tokens)),
@@ -482,21 +525,25 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "logprobs": ("<f8", (slots, LOGPROB_TOKENS, 1 + MAX_TOP_LOGPROBS)),
         "logprob_counts": ("<i4", (slots, LOGPROB_TOKENS)),
         "scored": ("<i8", each),
-        "recent_entries": ("<i4", recent),
-        "recent_tokens": ("<i4", (1, *rows)),
-        "class_entries": ("<i4", entries),
-        "class_tokens": ("<i4", (len(plan.classes), *rows)),
+        "class_entries": ("<i4", (*rows, width)),
+        "class_tokens": ("<i4", (layouts.class_tables, *rows)),
         "phase": ("<i4", each),
-        "recent_pages": ("<i4", recent),
+        "recent_pages": ("<i4", (*rows, recent[0])),
         "plan": ("<i4", moving),
         "retired": ("<i4", each),
         "retired_after": ("<i4", each),
         "lowered": ("<i4", each),
-        "entries_after": ("<i4", entries if plan.low is not None else (*rows, 0)),
-        "tokens_after": ("<i4", (len(plan.classes), *rows)),
+        "entries_after": ("<i4", (*rows, width if has_low else 0)),
+        "tokens_after": ("<i4", (most_classes, *rows)),
         "lowered_after": ("<i4", each),
-        **shared,
     }
+    for index, entries in enumerate(recent):
+        fields[f"recent_entries_{index}"] = ("<i4", (*rows, entries))
+        fields[f"recent_tokens_{index}"] = ("<i4", (1, *rows))
+    for index, layout in enumerate(layouts.fixed):
+        fields[f"fixed_entries_{index}"] = ("<i4", (*rows, layout.pages(context_tokens)))
+        fields[f"fixed_tokens_{index}"] = ("<i4", rows)
+    return fields
 
 
 def _size(dtype: str, shape: tuple[int, ...]) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,58 +13,20 @@ from torch import Tensor
 from triptych.kernels import (
     Section,
     append_tokens,
-    block_table_ops,
     decode_attention,
     record_scores,
     score_tokens,
 )
 from triptych.workers.decode.page_selection import StepChoice
 from triptych.workers.device import Device
-from triptych.workers.kv.block_table import Sections, SectionTable
+from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.kv.new_tokens import NewTokens
 from triptych.workers.kv.prefetch import Prefetcher
 from triptych.workers.models.attention_interface import LayerTraits
 
 Ids = NDArray[np.int32]
 Ids64 = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class NewTokens:
-    """Places of the new tokens of a step, and the requests whose tokens are scored in it.
-
-    Every ``score_every`` tokens of a request its tokens are scored. Those steps depend on the
-    position alone, so an output does not depend on the rest of the batch.
-    """
-
-    slots: Ids
-    positions: Ids
-    places: Ids
-    """Indices of the tokens in their rows of the first table."""
-    scored: Ids64
-    """Indices of the requests whose tokens are scored."""
-    begun: Ids64 | None
-    """Layers of this step whose scores are added; None: 0, as the step was not cut short."""
-
-    @classmethod
-    def count(
-        cls,
-        raw: SectionTable,
-        slots: Ids,
-        positions: Ids,
-        score_every: int,
-        progress: NDArray[np.int64],
-    ) -> "NewTokens":
-        """Choose the place of each new token in the first table, and count it as stored.
-
-        ``progress``: for each slot the layers whose scores are added, over all positions. A step
-        that is repeated after a worker death skips those layers.
-        """
-        places, scored, before, is_begun = block_table_ops.count_new_tokens(
-            raw.tokens, slots, raw.room, positions, progress, score_every
-        )
-        begun = progress[slots] - before if is_begun else None
-        return cls(slots, positions, places, scored, begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +55,16 @@ class TokenScores:
         self,
         memory: DevicePages,
         sections: Sections,
-        fixed: SectionTable | None,
+        num_fixed: int,
         score_every: int,
         progress: NDArray[np.int64],
     ) -> None:
-        """``fixed``: the last of the tables, if there is one. It is read, but its scores do not
-        change, since other requests share its pages. ``score_every``: weight of the scores.
-        ``progress``: for each slot the layers whose scores are added, over all positions; shared
-        memory.
+        """``num_fixed``: number of fixed tables, the last ones. They are read, but their scores do
+        not change, since other requests share their pages. ``score_every``: weight of the scores;
+        0: no method scores tokens. ``progress``: for each slot the layers whose scores are added,
+        over all positions; shared memory.
         """
-        last = None if fixed is None else -1
+        last = -num_fixed or None
         self._memory, self._weight = memory, float(score_every)
         self._of_layer: Sequence[Sequence[Section]] = [each[:last] for each in sections.of_layer]
         shared = memory.device.share(progress.view(np.uint8))
@@ -156,14 +119,16 @@ class PlainAttention:
         memory: DevicePages,
         sections: Sections,
         placed: Placed,
+        stores: Sequence[Tensor],
         scores: TokenScores | None,
         scored: Tensor,
     ) -> None:
-        """``scores``: None: no token is scored. ``scored``: slots of the requests whose tokens are
-        scored, int32 (B,); -1 for others.
+        """``stores``: for each of the first sections, which get new tokens, the slots of the
+        requests that store them there, int32 (B,); -1 for others. ``scores``: None: no token is
+        scored. ``scored``: slots of the requests whose tokens are scored; -1 for others.
         """
         self._memory, self._sections, self._placed = memory, sections, placed
-        self._scores, self._scored = scores, scored
+        self._stores, self._scores, self._scored = stores, scores, scored
 
     def __call__(
         self,
@@ -176,9 +141,10 @@ class PlainAttention:
     ) -> Tensor:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
         sections, placed = self._sections.of_layer[layer], self._placed
-        where = placed.slots, placed.places, placed.positions
         memory, scores = self._memory, self._scores
-        append_tokens(memory.near, sections[0], key, value, *where, mirror=memory.mirror)
+        for section, slots in zip(sections, self._stores, strict=False):
+            where = slots, placed.places, placed.positions
+            append_tokens(memory.near, section, key, value, *where, mirror=memory.mirror)
         lse = _empty_lse(query) if scores is not None or sinks is not None else None
         mixed = decode_attention(
             query,
@@ -261,15 +227,35 @@ class PageAttention:
         return mixed.to(query.dtype)
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        placed = self._placed
-        slots, places, positions = placed.slots, placed.places, placed.positions
-        if self._new.begun is not None:
-            left = self._memory.device.put(self._left(np.arange(len(key)), layer))
-            key, value, slots, places = key[left], value[left], slots[left], places[left]
-            positions = positions[left]
-        raw = self._sections.of_layer[layer][0]
+        sections = self._sections.of_layer[layer]
         near, mirror = self._memory.near, self._memory.mirror
-        append_tokens(near, raw, key, value, slots, places, positions, mirror=mirror)
+        for section, at, placed in self._stores_in(layer):
+            some = (key, value) if at is None else (key[at], value[at])
+            where = placed.slots, placed.places, placed.positions
+            append_tokens(near, sections[section], *some, *where, mirror=mirror)
+
+    def _stores_in(self, layer: int) -> "Sequence[_Stored]":
+        """The new tokens that a layer stores, by section."""
+        if self._new.begun is None:
+            return self._stores
+        every = np.arange(len(self._new.slots))
+        return [
+            self._stored(section, self._left(every if at is None else at, layer))
+            for section, at in self._new.stores
+        ]
+
+    @cached_property
+    def _stores(self) -> "Sequence[_Stored]":
+        """The same for each layer of a step that was not cut short."""
+        return [self._stored(section, at) for section, at in self._new.stores]
+
+    def _stored(self, section: int, requests: Ids64 | None) -> "_Stored":
+        placed = self._placed
+        if requests is None:
+            return _Stored(section, None, placed)
+        at = self._memory.device.put(requests)
+        some = Placed(placed.slots[at], placed.positions[at], placed.places[at])
+        return _Stored(section, at, some)
 
     def _due_in(self, layer: int) -> "_Scored | None":
         """Requests to score in a layer."""
@@ -293,6 +279,15 @@ class PageAttention:
         """The requests for which this layer is not done yet."""
         begun = self._new.begun
         return requests if begun is None else requests[begun[requests] <= layer]
+
+
+class _Stored(NamedTuple):
+    """New tokens of a step that go to one section."""
+
+    section: int
+    at: Tensor | None
+    """Indices of their requests in the batch; None: all."""
+    placed: Placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from triptych.core.pages import PagePlan
 from triptych.kvpool import WorkerPool
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.deadlines import DecodeDeadlines
-from triptych.workers.decode.decode_attention import NewTokens, PageAttention, TokenScores
+from triptych.workers.decode.decode_attention import PageAttention, TokenScores
 from triptych.workers.decode.handover import Admission, RequestHandover
 from triptych.workers.decode.lowering import Lowering
 from triptych.workers.decode.output_cache import KeepAnswers, OutputCache
@@ -50,6 +50,7 @@ from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.kv.new_tokens import NewTokens
 from triptych.workers.kv.prefetch import Prefetcher
 from triptych.workers.kv.prefix_cache import PrefixStore
 from triptych.workers.models.runner import Runner
@@ -100,29 +101,29 @@ class DecodeEngine:
         self._memory = DevicePages.nearest(arena, device)
         longest = self.outputs.context_tokens
         self._row_indices = np.arange(self.max_requests)
-        self._step_pages = self.plan.geometry.head_rows * max(1, len(self.plan.classes))
-        """Most pages that one token of a request can take."""
         self._checkpoint = Checkpoint.create(
             self.plan, self.pool.checkpoint, self.max_requests, longest
         )
         self._sections = Sections(self._checkpoint.sections, device)
-        window = (
-            Window(self._memory, self._checkpoint, self._sections) if self.plan.compresses else None
-        )
+        tables = self._checkpoint.tables
+        windows = {
+            one: Window(self._memory, self._checkpoint, one, self._sections)
+            for one in tables.methods
+            if one.plan.compresses
+        }
         self._selector = Selector.of(self.selection, self.plan, arena, self._memory, self._sections)
-        self._growth = PageGrowth(
-            self.pool, self._checkpoint, self._sections, window, self._selector
-        )
-        low = self.plan.low
-        self._lowering = (
-            Lowering(self._memory, self._checkpoint, self._sections, low) if low else None
-        )
+        self._growth = PageGrowth(self.pool, self._sections, windows, self._selector)
+        self._lowerings = {
+            one: Lowering(self._memory, self._checkpoint, self._sections, one)
+            for one in tables.methods
+            if one.plan.low is not None
+        }
         self._prefetcher = Prefetcher.of(arena, self._sections.tables)
         self._scores = TokenScores(
             self._memory,
             self._sections,
-            self._checkpoint.fixed,
-            self.plan.policy.score_every,
+            tables.num_fixed,
+            max(one.plan.policy.score_every for one in tables.methods),
             self._checkpoint.scored,
         )
         self._graphs = StepGraphs.of(
@@ -132,14 +133,12 @@ class DecodeEngine:
             self._scores,
             self._prefetcher,
             self.max_requests,
+            tables.num_recent,
         )
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
-        self._output_cache = OutputCache.of(
-            self.prefixes, self._memory.behind, self._sections.tables, self.keep_answers
-        )
+        self._output_cache = OutputCache.of(self.prefixes, self._memory.behind, self.keep_answers)
         self._handover = RequestHandover(
             self.pool,
-            self.plan,
             self.outputs,
             self.max_requests,
             self.selection,
@@ -281,7 +280,7 @@ class DecodeEngine:
         """Whether a request may reach its limit before the router answers the next time."""
         if one.limit is None or one.limit.lowers or one.has_asked:
             return False
-        return one.spare_pages < self._step_pages or one.spare_tokens <= EARLY_TOKENS
+        return one.spare_pages < one.step_pages or one.spare_tokens <= EARLY_TOKENS
 
     def _set_limit(self, message: PageLimit) -> None:
         one = self._running.get(message.request)
@@ -311,7 +310,7 @@ class DecodeEngine:
         rows = self.plan.geometry.head_rows  # so many pages let the next lowering begin
         if one.limit is None or not one.limit.lowers or one.is_paused:
             return []
-        lacking = self._step_pages + rows - one.spare_pages
+        lacking = one.step_pages + rows - one.spare_pages
         if lacking <= 0:
             return []
         lowered = self._free_by_lowering(one, int(lacking))
@@ -322,7 +321,7 @@ class DecodeEngine:
 
         Not if its last step was cut short: what that step has done must stay where it is.
         """
-        lowered, lowering = Lowered(request=one.id), self._lowering
+        lowered, lowering = Lowered(request=one.id), self._lowerings.get(one.tables)
         if lowering is None or self._handover.is_mid_step(one):
             return lowered
         plan, before = lowering.prepare(one.slot, one.position, pages), one.num_pages
@@ -486,11 +485,7 @@ class DecodeEngine:
         positions = np.array([one.position for one in batch], np.int32)
         slots = np.array([one.slot for one in batch], np.int32)
         new = NewTokens.count(
-            self._checkpoint.tables[0],
-            slots,
-            positions,
-            self.plan.policy.score_every,
-            self._checkpoint.scored,
+            [one.tables for one in batch], slots, positions, self._checkpoint.scored
         )
         self._sections.renew(slots)
         choice = self._selector.step(slots, positions, new.scored) if self._selector else None

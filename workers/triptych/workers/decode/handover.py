@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from triptych.core.config import SelectionConfig
 from triptych.core.errors import MessageError, StaleHandle
 from triptych.core.handles import LeaseRef, PageRun
-from triptych.core.messages import ROUTER, Join, Preempted, Request, Resume, Resumed, Send
-from triptych.core.pages import PagePlan
+from triptych.core.messages import ROUTER, Floor, Join, Preempted, Request, Resume, Resumed, Send
+from triptych.core.policy import Policy
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY, Checkpoint
 from triptych.workers.decode.page_selection import Selector
@@ -22,6 +22,7 @@ from triptych.workers.decode.window import Window
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import Run, make_handle, pool_pages, unpack_run
+from triptych.workers.kv.method_tables import MethodTables
 from triptych.workers.sampling.output import OutputFactory, OutputProcessor
 from triptych.workers.stage import finished
 
@@ -44,7 +45,6 @@ class RequestHandover:
     def __init__(
         self,
         pool: WorkerPool,
-        plan: PagePlan,
         outputs: OutputFactory,
         max_requests: int,
         selection: SelectionConfig,
@@ -54,11 +54,11 @@ class RequestHandover:
         memory: DevicePages,
         selector: Selector | None,
     ) -> None:
-        self._pool, self._plan, self._outputs = pool, plan, outputs
+        self._pool, self._outputs = pool, outputs
         self._selection, self._pipeline = selection, pipeline
         self._checkpoint, self._sections = checkpoint, sections
         self._memory, self._selector = memory, selector
-        self._tables, self._max_requests = checkpoint.tables, max_requests
+        self._max_requests = max_requests
         # First in, first out: the finished output of a slot stays in the checkpoint for longest.
         self._free_slots = deque(range(max_requests))
 
@@ -68,10 +68,11 @@ class RequestHandover:
         ``previous_worker``: the worker that may still own the pages, if there was one.
         """
         self._require_slot()
-        rows = self._plan.geometry.head_rows
+        tables = self._checkpoint.tables_for(message.request.method)
+        rows = tables.plan.geometry.head_rows
         unpacked = list[tuple[SectionTable, Ids, Ids]]()
         runs, capacity = message.handle.runs, self._pool.capacity_pages
-        for table, run in zip(self._tables_of(runs), runs, strict=True):
+        for table, run in zip(_tables_of(tables, runs), runs, strict=True):
             unpacked.append((table, *unpack_run(run, table.layout, rows, capacity)))
         output = self._output(message)
         options = self._options(message.request)
@@ -83,8 +84,7 @@ class RequestHandover:
         self._checkpoint.forget(message.request.id)
         lease_ref = self._attach(message, ids, previous_worker)
         slot = self._free_slots.popleft()
-        for table in self._sections.tables:
-            table.clear(slot)
+        self._checkpoint.assign(slot, tables)
         for table, tokens, pages in unpacked:
             table.fill(slot, tokens, pages)
         name, stored = message.request.id, message.handle.tokens
@@ -157,7 +157,7 @@ class RequestHandover:
 
         If the worker dies meanwhile, the takeover worker goes by the checkpoint.
         """
-        unused = pool_pages(one.unused_pages, self._plan.recent.parts)
+        unused = pool_pages(one.unused_pages, one.tables.plan.recent.parts)
         lease_ref, held = self._hand_off(one, unused)
         self._checkpoint.lease[one.slot] = lease_ref.lease
         one.lease_ref = lease_ref
@@ -185,25 +185,13 @@ class RequestHandover:
 
     def _runs(self, one: RunningRequest) -> list[Run]:
         """Layout, tokens and pages of a request in each of its own tables."""
-        return [table.run(one.slot) for table in self._tables]
+        return [table.run(one.slot) for table in one.tables.tables]
 
     def release_slot(self, slot: int) -> None:
         """Make a slot free for the next request."""
         self._free_slots.append(slot)
 
     # ---------------------------------------------------------------- joining
-
-    def _tables_of(self, runs: Sequence[PageRun]) -> list[SectionTable]:
-        """The table of each run: recent pages, the classes, then fixed pages if there are any."""
-        fixed = self._checkpoint.fixed
-        tables = list(self._tables)
-        if fixed is not None and len(runs) > len(tables):
-            tables.append(fixed)
-        wanted = [(table.layout.format.name, table is fixed) for table in tables]
-        given = [(run.format, run.fixed) for run in runs]
-        if given != wanted:
-            raise MessageError(f"runs of (format, fixed) {given}: expected {wanted}")
-        return tables
 
     def _attach(self, message: Join, ids: Ids, previous_worker: str) -> LeaseRef:
         try:
@@ -234,10 +222,11 @@ class RequestHandover:
         checkpoint.forget(name)
         lease_ref = self._pool.adopt(message.previous_worker, name, left.lease_of(at), held)
         # The pages of the dead worker are in the arena: they are copied to the device when whole.
-        if self._plan.compresses:
-            Window(self._memory.behind, left).resume(at)
+        tables = left.tables_of(at)
+        if tables.plan.compresses:
+            Window(self._memory.behind, left, tables).resume(at)
         # A step that was cut short may have counted its token already.
-        left.tables[0].tokens[:, at] = left.recent_tokens(at)
+        tables.tables[0].tokens[:, at] = left.recent_tokens(at)
         unused = left.unused_pages(at)
         slot = self._free_slots.popleft()
         checkpoint.copy_slot(left, at, slot)
@@ -252,22 +241,16 @@ class RequestHandover:
         Raises: RequestError if it asks for a plug-in that is not configured
         """
         plugin_overrides = request.plugin_overrides
+        plan = self._checkpoint.plan.of_method(request.method)
         plugins = self._pipeline.chosen(plugin_overrides)
         set_to = self._pipeline.settings(plugins)
         return StepOptions(
             plugins,
             selection_for(self._selection, plugin_overrides),
-            alphas=self._alphas(request, set_to.get(ALPHA_LOW, 0.0)),
+            alphas=_alphas(request.floor, plan.policy, set_to.get(ALPHA_LOW, 0.0)),
             exit_entropy=set_to.get(EXIT_ENTROPY, 0.0),
-            exit_layers=max(1, round(set_to.get(EXIT_DEPTH, 1.0) * self._plan.geometry.layers)),
+            exit_layers=max(1, round(set_to.get(EXIT_DEPTH, 1.0) * plan.geometry.layers)),
         )
-
-    def _alphas(self, request: Request, least_alpha_low: float) -> tuple[float, float]:
-        """Thresholds of the output tokens; ``least_alpha_low``: that of a step plug-in."""
-        if request.floor == "high":
-            return 0.0, 0.0
-        alpha_high, alpha_low = self._plan.policy.answer_alphas
-        return alpha_high, min(max(alpha_low, least_alpha_low), alpha_high)
 
     def _output(self, message: Join) -> OutputProcessor:
         output = self._outputs.start(message.request)
@@ -288,7 +271,7 @@ class RequestHandover:
         """Make a running request of a slot of the checkpoint; ``num_pages``: pages of its own."""
         if self._memory.is_copied:
             # Unused pages too: a step that was cut short can have stored its token in one.
-            begun = pool_pages(unused, self._plan.recent.parts)
+            begun = pool_pages(unused, self._checkpoint.tables_of(slot).plan.recent.parts)
             self._memory.fetch(np.concatenate([self._checkpoint.pages(slot), begun]))
         self._sections.moved(slot)
         if self._selector is not None:
@@ -297,6 +280,7 @@ class RequestHandover:
         position = self._checkpoint.position(slot)
         one = RunningRequest(
             slot,
+            self._checkpoint.tables_of(slot),
             lease_ref,
             output,
             options,
@@ -324,3 +308,21 @@ class RequestHandover:
             if logprob is not None or not (asked.logprobs >= 0 or has_prompt_logprobs):
                 sends.append(send)
         return sends
+
+
+def _tables_of(method: MethodTables, runs: Sequence[PageRun]) -> list[SectionTable]:
+    """The table of each run: recent pages, the classes, then fixed pages if there are any."""
+    tables = method.sections if len(runs) > len(method.tables) else method.tables
+    wanted = [(table.layout.format.name, table is method.fixed) for table in tables]
+    given = [(run.format, run.fixed) for run in runs]
+    if given != wanted:
+        raise MessageError(f"runs of (format, fixed) {given}: expected {wanted}")
+    return tables
+
+
+def _alphas(floor: Floor, policy: Policy, least_alpha_low: float) -> tuple[float, float]:
+    """Thresholds of the output tokens; ``least_alpha_low``: that of a step plug-in."""
+    if floor == "high":
+        return 0.0, 0.0
+    alpha_high, alpha_low = policy.answer_alphas
+    return alpha_high, min(max(alpha_low, least_alpha_low), alpha_high)

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from triptych.core.layout import PageLayout
 from triptych.kernels import Section, move_tokens
 from triptych.kernels.pages import segments
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
+from triptych.workers.kv.method_tables import MethodTables
 
 Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
@@ -64,14 +64,15 @@ def _pages(tokens: Ids, room: int) -> Ids:
 
 
 class Lowering:
-    """Lowers high pages of the slots of a checkpoint."""
+    """Lowers high pages of the slots of one method, which has a low class."""
 
     def __init__(
-        self, memory: DevicePages, checkpoint: Checkpoint, sections: Sections, low: PageLayout
+        self, memory: DevicePages, checkpoint: Checkpoint, sections: Sections, tables: MethodTables
     ) -> None:
         self._memory, self._checkpoint, self._sections = memory, checkpoint, sections
-        self._low, self._plan = low, checkpoint.plan
-        self._high_table, self._low_table = checkpoint.class_table.tables
+        self._plan, self._class_table = tables.plan, tables.classes
+        self._high_table, self._low_table = tables.classes.tables
+        self._low = self._low_table.layout
 
     def prepare(self, slot: int, seen: int, wanted: int) -> LoweringPlan:
         """Choose pages of a slot that free ``wanted`` pages; ``seen``: tokens of the sequence."""
@@ -155,7 +156,7 @@ class Lowering:
         """
         high, low = self._high_table, self._low_table
         room, kv_heads = high.layout.tokens, high.pages.shape[2]
-        pages, tokens = self._checkpoint.class_table.of_slot(slot)
+        pages, tokens = self._class_table.of_slot(slot)
         low_pages = low.pages[:, slot].copy()
         most = max(chosen.size for chosen in columns.values()) * room
         places = np.full((*tokens.shape[1:], most), -1, np.int32)

@@ -17,6 +17,7 @@ from triptych.kernels import transcode
 from triptych.kernels.pages import segments
 from triptych.workers.kv.block_table import Mask, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.kv.method_tables import MethodTables
 from triptych.workers.kv.prefix_cache import (
     Ids,
     PageSlots,
@@ -54,8 +55,7 @@ class SlotTokenSource:
     def of(
         cls,
         memory: DevicePages,
-        plan: PagePlan,
-        tables: Sequence[SectionTable],
+        method: MethodTables,
         slot: int,
         span: tuple[int, int],
         stored: int,
@@ -64,6 +64,7 @@ class SlotTokenSource:
 
         Tokens behind a dropped one were computed without it, so other requests cannot use them.
         """
+        plan, tables = method.plan, method.sections
         rows = plan.geometry.head_rows
         first, end = span
         if np.any(sum(table.tokens[:, slot] for table in tables) != stored):
@@ -86,7 +87,7 @@ class SlotTokenSource:
             found[2, head, token] = row
         if np.any(found < 0):
             return None
-        fixed = len(tables) - 1 if plan.has_fixed_pages else -1
+        fixed = -1 if method.fixed is None else len(tables) - 1
         return cls(memory, plan, tables, stored, first, *found, fixed=fixed)
 
     def copy_sink(self, target: Ids) -> None:
@@ -132,6 +133,8 @@ class FinishedOutput:
     output_tokens: Sequence[int]
     """All output tokens."""
     slot: int
+    tables: MethodTables
+    """The tables of its compression method."""
     stored: int
     """Tokens of prompt and output that have keys and values: all but the last."""
     token_s: float
@@ -147,7 +150,6 @@ class OutputCache:
 
     store: PrefixStore
     memory: DevicePages
-    tables: Sequence[SectionTable]
     mode: KeepAnswers = "always"
     _begun: dict[str, PendingPublication] = field(default_factory=dict[str, PendingPublication])
 
@@ -156,23 +158,20 @@ class OutputCache:
         cls,
         store: PrefixStore | None,
         memory: DevicePages,
-        tables: Sequence[SectionTable],
         mode: KeepAnswers,
     ) -> "OutputCache | None":
-        """None if no output is published.
+        """None if no output is published."""
+        return None if store is None or mode == "never" else cls(store, memory, mode)
+
+    def should_publish(self, request: Request) -> bool:
+        """Whether the output of a request is published.
 
         A policy that needs significance but does not score output tokens would classify them
         wrongly in the next turn.
         """
-        if store is None or mode == "never":
-            return None
-        policy = store.plan.policy
+        policy = self.store.plan.of_method(request.method).policy
         if policy.needs_significance and not policy.score_every:
-            return None
-        return cls(store, memory, tables, mode)
-
-    def should_publish(self, request: Request) -> bool:
-        """Whether the output of a request is published."""
+            return False
         return self.mode == "always" or bool(request.session)
 
     def publish_next(self, finished: FinishedOutput) -> bool:
@@ -183,8 +182,9 @@ class OutputCache:
         Raises: PoolUnavailable, NotRegistered
         """
         name = finished.request.id
-        kept = self._begun.get(name) or self._begin(finished)
-        if kept is None or self.store.publish_next(kept):
+        store = self.store.of_method(finished.request.method)
+        kept = self._begun.get(name) or self._begin(store, finished)
+        if kept is None or store.publish_next(kept):
             self.forget(name)
             return True
         self._begun[name] = kept
@@ -194,7 +194,7 @@ class OutputCache:
         """Stop publishing an output."""
         self._begun.pop(request, None)
 
-    def _begin(self, finished: FinishedOutput) -> PendingPublication | None:
+    def _begin(self, store: PrefixStore, finished: FinishedOutput) -> PendingPublication | None:
         """Find the blocks that the pool lacks, and the places of their tokens."""
         request = finished.request
         prefix = Prefix(
@@ -206,15 +206,15 @@ class OutputCache:
             token_s=finished.token_s,
             session=request.session,
         )
-        kept = self.store.begin(prefix)
+        kept = store.begin(prefix)
         if kept is None or kept.first == kept.last:
             return kept
-        plan, size = self.store.plan, self.store.plan.block_tokens
+        size = store.plan.block_tokens
         span = kept.first * size, kept.last * size
         kept.source = SlotTokenSource.of(
-            self.memory, plan, self.tables, finished.slot, span, finished.stored
+            self.memory, finished.tables, finished.slot, span, finished.stored
         )
         if kept.source is None:
-            self.store.skipped["TokensDropped"] += 1
+            store.skipped["TokensDropped"] += 1
             kept.last = kept.first
         return kept

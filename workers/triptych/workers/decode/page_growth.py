@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 
 from triptych.core.errors import PageLimitReached, PoolExhausted, TriptychError
 from triptych.kvpool import WorkerPool
-from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.running_batch import RunningRequest
 from triptych.workers.decode.window import RECENT, Window
 from triptych.workers.kv.block_table import PageTable, Sections
 from triptych.workers.kv.device_pages import NO_PAGES
 from triptych.workers.kv.handle_codec import small_pages
+from triptych.workers.kv.method_tables import MethodTables
 
 Ids = NDArray[np.int32]
 Failure = tuple[RunningRequest, TriptychError]
@@ -27,14 +27,13 @@ class PageGrowth:
     def __init__(
         self,
         pool: WorkerPool,
-        checkpoint: Checkpoint,
         sections: Sections,
-        window: Window | None,
+        windows: Mapping[MethodTables, Window],
         selector: Selector | None,
     ) -> None:
-        """``window``: None if raw pages are the final ones."""
-        self._pool, self._checkpoint, self._sections = pool, checkpoint, sections
-        self._recent, self._window, self._selector = checkpoint.tables[0], window, selector
+        """``windows``: of each method that compresses; raw pages of others are the final ones."""
+        self._pool, self._sections = pool, sections
+        self._windows, self._selector = windows, selector
 
     def allocate_slots(self, running: Mapping[str, RunningRequest]) -> Iterator[Failure]:
         """Retire old recent pages, then allocate pages so that every row can take one more token.
@@ -43,22 +42,18 @@ class PageGrowth:
                  The caller pauses or frees each before it takes the next one: freed pages may
                  serve the others.
         """
-        if self._window is not None:
-            yield from self._retire_old_pages(self._window, list(running.values()))
-        room = self._recent.layout.tokens
-        full = [
-            one
-            for one in running.values()
-            if not one.is_paused and self._recent.length(one.slot) % room == 0
-        ]
-        if self._selector is not None:
-            for one in full:
-                self._selector.fill(one.slot)
-        if not full:
-            return
-        slots = _slots(full)
-        table = self._checkpoint.recent_table
-        yield from self._grow(full, slots, table, table.tokens_plus_one(slots))
+        yield from self._retire_old_pages(list(running.values()))
+        groups = dict[PageTable, list[RunningRequest]]()
+        for one in running.values():
+            recent = one.tables.tables[0]
+            if not one.is_paused and recent.length(one.slot) % recent.layout.tokens == 0:
+                groups.setdefault(one.tables.recent, []).append(one)
+        for table, full in groups.items():
+            if self._selector is not None:
+                for one in full:
+                    self._selector.fill(one.slot, one.tables)
+            slots = _slots(full)
+            yield from self._grow(full, slots, table, table.tokens_plus_one(slots))
 
     def allocate_for(self, one: RunningRequest, most: int) -> Ids:
         """Pages for a lowering: ``most``, or fewer if its limit says so; none if the pool has too
@@ -68,31 +63,28 @@ class PageGrowth:
         except PoolExhausted:
             return NO_PAGES
 
-    def _retire_old_pages(
-        self, window: Window, batch: Sequence[RunningRequest]
-    ) -> Iterator[Failure]:
+    def _retire_old_pages(self, batch: Sequence[RunningRequest]) -> Iterator[Failure]:
         """Compress the oldest recent pages behind the sink, in each row, once they are older than
         the window."""
-        groups = dict[tuple[float, float], list[RunningRequest]]()
+        groups = dict[tuple[Window, tuple[float, float]], list[RunningRequest]]()
         for one in batch:
-            if window.is_full(one.slot):
-                groups.setdefault(one.options.alphas, []).append(one)
-        for alphas, full in groups.items():
+            window = self._windows.get(one.tables)
+            if window is not None and window.is_full(one.slot):
+                groups.setdefault((window, one.options.alphas), []).append(one)
+        for (window, alphas), full in groups.items():
             yield from self._retire(window, full, alphas)
 
     def _retire(
         self, window: Window, full: Sequence[RunningRequest], alphas: tuple[float, float]
     ) -> Iterator[Failure]:
-        """Retire recent pages of requests that share the same ``alphas``.
+        """Retire recent pages of requests of one method that share the same ``alphas``.
 
         The emptied pages are the next ones of the request.
         """
-        slots, seen = _slots(full), [one.position for one in full]
+        slots, seen, tables = _slots(full), [one.position for one in full], full[0].tables
         retirement = window.prepare(slots, seen, alphas)
         gone = set[RunningRequest]()
-        for failure in self._grow(
-            full, slots, self._checkpoint.class_table, retirement.plan.counts
-        ):
+        for failure in self._grow(full, slots, tables.classes, retirement.plan.counts):
             gone.add(failure[0])
             yield failure
         moving = [index for index, one in enumerate(full) if one not in gone]
@@ -105,7 +97,7 @@ class PageGrowth:
             one.unused_pages = np.concatenate([one.unused_pages, pages])
             self._sections.moved(one.slot)
         if self._selector is not None:
-            self._selector.retire(retirement)
+            self._selector.retire(retirement, tables)
 
     def _grow(
         self, batch: Sequence[RunningRequest], slots: Ids, table: PageTable, wanted: Ids
@@ -135,15 +127,16 @@ class PageGrowth:
         if not any(lacking):
             return
         first = np.array([0, *accumulate(lacking)], np.int64)
-        is_recent = table is self._checkpoint.recent_table
+        tables = batch[0].tables
+        is_recent = table is tables.recent
         ids = self._take_recent(batch, lacking) if is_recent else self._take(batch, lacking)
         table.append_pages(slots, wanted, ids, first)
         for slot in slots.tolist():
-            self._sections.moved(slot, RECENT if is_recent else None)
+            self._sections.moved(slot, tables.places[RECENT] if is_recent else None)
 
     def _take_recent(self, batch: Sequence[RunningRequest], counts: Sequence[int]) -> Ids:
         """Recent pages for each request: first its unused ones, then newly allocated ones."""
-        layout = self._recent.layout
+        (layout,) = batch[0].tables.recent.layouts
         short = [
             layout.pool_pages(max(0, count - one.unused_pages.size))
             for one, count in zip(batch, counts, strict=True)

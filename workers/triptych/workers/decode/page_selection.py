@@ -26,6 +26,7 @@ from triptych.kvpool import Arena
 from triptych.workers.decode.window import RetirementPlan
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.kv.method_tables import MethodTables
 
 Ids = NDArray[np.int32]
 Ids64 = NDArray[np.int64]
@@ -170,20 +171,21 @@ class Selector:
         memory: DevicePages,
         sections: Sections,
     ) -> None:
-        """The first of the tables is that of raw pages, the last, if pages are shared, that of
-        fixed ones.
-
-        Where tokens are compressed raw pages are the sink and the window, read in any case.
+        """Where tokens are compressed recent pages are the sink and the window, read in any case:
+        they have no summaries.
         """
         tables = sections.tables
         self.config, self.sections, self.tables, self._memory = config, sections, tables, memory
         dense = config.dense_layers
         self.dense_layers = (0 if plan.head_budgets else DENSE_LAYERS) if dense == "auto" else dense
-        known = tables[1:] if plan.compresses else tables
         rotated = plan.policy.kv_rotation.rotated
-        self._summaries = [TableSummaries(kind, rotated, arena, memory, table) for table in known]
-        self._fixed = int(plan.has_fixed_pages)
-        """Number of summaries of read-only pages."""
+        self._summaries = [
+            None
+            if at == 0 and table.layout.format.is_quantized
+            else TableSummaries(kind, rotated, arena, memory, table)
+            for at, table in enumerate(tables)
+        ]
+        """One for each table; None for the one of recent pages."""
         layers, slots, kv_heads, _ = tables[0].pages.shape
         most = sum(table.width for table in tables)
         self.ordinals = memory.device.put(np.zeros((layers, slots, kv_heads, most), np.int32))
@@ -192,8 +194,7 @@ class Selector:
         nobody = memory.device.put(np.zeros(0, np.int32))
         self.of_layer = [
             LayerChoice(
-                summaries=[None] * (len(tables) - len(known))
-                + [part.of_layer[layer] for part in self._summaries],
+                summaries=[part and part.of_layer[layer] for part in self._summaries],
                 lists=PageLists(self.ordinals[layer], self.counts[layer], nobody),
                 head_budgets=None if budgets is None else budgets[layer],
             )
@@ -226,29 +227,32 @@ class Selector:
         ``wanted``: its page selection; None: it reads all pages.
         """
         for part in self._summaries if wanted else ():
-            part.add(slot)
+            if part is not None:
+                part.add(slot)
         self._is_chosen[slot] = False
         self._rules[slot] = None if wanted is None else _rule(wanted)
 
     def leave(self, slot: int) -> None:
         for part in self._summaries:
-            part.drop(slot)
+            if part is not None:
+                part.drop(slot)
 
-    def fill(self, slot: int) -> None:
+    def fill(self, slot: int, tables: MethodTables) -> None:
         """Summarize the newest raw page of each row, which is full now."""
-        raw = self.tables[0]
-        if self._summaries[0].table is raw:
-            self._summaries[0].renew(slot, raw.tokens[:, slot, :, None] - np.int32(1))
+        part = self._summaries[tables.places[0]]
+        if part is not None:
+            part.renew(slot, part.table.tokens[:, slot, :, None] - np.int32(1))
         self._is_chosen[slot] = False
 
-    def retire(self, retirement: RetirementPlan) -> None:
+    def retire(self, retirement: RetirementPlan, tables: MethodTables) -> None:
         """Summarize the high and low pages that a retirement has written."""
-        written = self._summaries[: len(self._summaries) - self._fixed]
+        classes = tables.places[1 : 1 + len(tables.classes.layouts)]
+        written = retirement.plan.places, retirement.plan.downgraded_places
         for index, slot in enumerate(retirement.slots.tolist()):
-            for part, places in zip(
-                written, (retirement.plan.places, retirement.plan.downgraded_places), strict=False
-            ):
-                part.renew(slot, places[:, index])
+            for place, tokens in zip(classes, written, strict=False):
+                part = self._summaries[place]
+                if part is not None:
+                    part.renew(slot, tokens[:, index])
             self._is_chosen[slot] = False
 
     # ---------------------------------------------------------------- a step

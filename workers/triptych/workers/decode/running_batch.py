@@ -14,6 +14,7 @@ from triptych.workers.decode.output_cache import FinishedOutput
 from triptych.workers.decode.plugins.pipeline import Chosen
 from triptych.workers.device import Device
 from triptych.workers.kv.device_pages import NO_PAGES
+from triptych.workers.kv.method_tables import MethodTables
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.sampling.output import OutputProcessor
 
@@ -40,6 +41,8 @@ class RunningRequest:
     """One request in the batch: its slot, its lease and its output so far."""
 
     slot: int
+    tables: MethodTables
+    """The tables of its compression method."""
     lease_ref: LeaseRef
     output: OutputProcessor
     options: StepOptions
@@ -65,6 +68,12 @@ class RunningRequest:
     @property
     def id(self) -> str:
         return self.output.request.id
+
+    @property
+    def step_pages(self) -> int:
+        """The most pages that one token of the request can take."""
+        plan = self.tables.plan
+        return plan.geometry.head_rows * max(1, len(plan.classes))
 
     @property
     def spare_pages(self) -> float:
@@ -93,7 +102,14 @@ class RunningRequest:
     def finished_output(self) -> FinishedOutput:
         """The complete output with what is needed to publish it to the prefix cache."""
         output = self.output
-        return FinishedOutput(output.request, output.tokens, self.slot, self.position, self.token_s)
+        return FinishedOutput(
+            output.request,
+            output.tokens,
+            self.slot,
+            self.tables,
+            self.position,
+            self.token_s,
+        )
 
 
 def exits_of(batch: Sequence[RunningRequest], device: Device) -> Exits | None:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.workers.decode.decode_attention import (
-    NewTokens,
     Placed,
     PlainAttention,
     TokenScores,
@@ -29,13 +28,15 @@ from triptych.workers.decode.decode_attention import (
 from triptych.workers.device import Captured
 from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.kv.new_tokens import NewTokens
 from triptych.workers.kv.prefetch import Prefetcher
 from triptych.workers.models.runner import Runner
 
 logger = logging.getLogger(__name__)
 
-TOKENS, POSITIONS, SLOTS, PLACES, SCORED = range(5)
-"""Rows of the input buffer of a graph; ``SCORED``: slots of the requests that are scored."""
+TOKENS, POSITIONS, SLOTS, PLACES, SCORED, STORES = range(6)
+"""Rows of the input buffer of a graph; ``SCORED``: slots of the requests that are scored; from
+``STORES`` on: for each table of new tokens, slots of the requests that store them there."""
 NO_SLOT = -1
 """Slot and place of rows that fill up a batch, and in ``SCORED`` of those that are not scored."""
 USUAL_REQUESTS = 64
@@ -60,15 +61,22 @@ class _StepGraph:
     captured: Captured
     """Its output is float32 [batch size, vocab]."""
     inputs: Tensor
-    """int32 [5, batch size]."""
+    """int32 [rows, batch size]."""
 
 
 class StepGraphs:
     """The captured decode steps of an engine, at most two for each of ``batch_sizes``."""
 
     def __init__(
-        self, memory: DevicePages, sections: Sections, scores: TokenScores, max_requests: int
+        self,
+        memory: DevicePages,
+        sections: Sections,
+        scores: TokenScores,
+        max_requests: int,
+        num_stores: int,
     ) -> None:
+        """``num_stores``: tables of new tokens, which are the first sections."""
+        self._num_rows = STORES + num_stores
         self._memory, self._sections, self._device = memory, sections, memory.device
         self._scores = scores
         self._sizes: Sequence[int] = batch_sizes(max_requests)
@@ -87,13 +95,14 @@ class StepGraphs:
         scores: TokenScores,
         prefetcher: Prefetcher | None,
         max_requests: int,
+        num_stores: int,
     ) -> "StepGraphs | None":
         """None if steps cannot be captured: on a CPU, with layers of transformers, or if each
         layer requests its pages from a disk.
         """
         if not (memory.device.can_capture and runner.can_capture) or prefetcher is not None:
             return None
-        return cls(memory, sections, scores, max_requests)
+        return cls(memory, sections, scores, max_requests, num_stores)
 
     def capture_usual(self, runner: Runner) -> None:
         """Capture the steps of the usual batch sizes, the largest first: others use its memory.
@@ -126,7 +135,7 @@ class StepGraphs:
         graph = self._graph(runner, size, is_scored=len(new.scored) > 0)
         if graph is None:
             return None
-        self._device.put_into(graph.inputs, filled_up(size, tokens, new))
+        self._device.put_into(graph.inputs, filled_up(self._num_rows, size, tokens, new))
         graph.captured.replay()
         return graph.captured.output[: len(tokens)]
 
@@ -141,12 +150,15 @@ class StepGraphs:
 
     def _capture(self, runner: Runner, size: int, *, is_scored: bool) -> _StepGraph | None:
         """Capture the step of a batch size; None, with a warning, if that fails."""
-        rows = np.full((5, size), NO_SLOT, np.int32)
+        rows = np.full((self._num_rows, size), NO_SLOT, np.int32)
         rows[[TOKENS, POSITIONS]] = 0
         inputs = self._device.put(rows)
         placed = Placed(inputs[SLOTS], inputs[POSITIONS], inputs[PLACES])
         scores = self._scores if is_scored else None
-        attend = PlainAttention(self._memory, self._sections, placed, scores, inputs[SCORED])
+        stores = list(inputs[STORES:])
+        attend = PlainAttention(
+            self._memory, self._sections, placed, stores, scores, inputs[SCORED]
+        )
 
         def step() -> Tensor:
             every = self._every[:size]
@@ -166,12 +178,17 @@ class StepGraphs:
             return None
 
 
-def filled_up(size: int, tokens: NDArray[np.int64], new: NewTokens) -> NDArray[np.int32]:
-    """The inputs of a graph, int32 [5, size]; rows after the batch have no slot."""
+def filled_up(
+    num_rows: int, size: int, tokens: NDArray[np.int64], new: NewTokens
+) -> NDArray[np.int32]:
+    """The inputs of a graph, int32 [num_rows, size]; columns after the batch have no slot."""
     count = len(tokens)
-    rows = np.full((5, size), NO_SLOT, np.int32)
+    rows = np.full((num_rows, size), NO_SLOT, np.int32)
     rows[TOKENS, :count], rows[POSITIONS, :count] = tokens, new.positions
     rows[SLOTS, :count], rows[PLACES, :count] = new.slots, new.places
     rows[TOKENS, count:] = rows[POSITIONS, count:] = 0
     rows[SCORED, new.scored] = new.slots[new.scored]
+    for section, requests in new.stores:
+        at = np.arange(count) if requests is None else requests
+        rows[STORES + section, at] = new.slots[at]
     return rows

@@ -19,6 +19,7 @@ from triptych.kernels import Retirement, block_table_ops, move_tokens, plan_reti
 from triptych.workers.decode.checkpoint import LOWERED, Checkpoint
 from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
+from triptych.workers.kv.method_tables import MethodTables
 
 Ids = NDArray[np.int32]
 
@@ -41,21 +42,26 @@ class RetirementPlan:
 PLANNED, DOWNGRADED, ENCODED = 1, 2, 3
 """Phases of a retirement."""
 RECENT, HIGH, LOW = range(3)
-"""Tables of a checkpoint."""
+"""Tables of a method that compresses."""
 
 
 class Window:
-    """The recent window of every slot: recent pages behind those of the sink."""
+    """The recent window of the slots of one method: recent pages behind those of the sink."""
 
     def __init__(
-        self, memory: DevicePages, checkpoint: Checkpoint, sections: Sections | None = None
+        self,
+        memory: DevicePages,
+        checkpoint: Checkpoint,
+        tables: MethodTables,
+        sections: Sections | None = None,
     ) -> None:
         """``sections``: kernel views of the checkpoint's tables; None: made when needed."""
-        self.memory, self.plan, self.moving = memory, checkpoint.plan, checkpoint.retirements
+        self.memory, self.plan, self.moving = memory, tables.plan, checkpoint.retirements
         self._checkpoint, self._given = checkpoint, sections
-        self.recent, self.high, *low = checkpoint.tables
+        self._places = tables.places
+        self.recent, self.high, *low = tables.tables
         self.low = low[0] if low else None
-        self.class_tokens = checkpoint.class_table.tokens
+        self.class_tokens = tables.classes.tokens
         self._full_tokens = self.plan.full_recent_tokens
         layers, slots, _ = self.recent.tokens.shape
         self._slots = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
@@ -95,8 +101,8 @@ class Window:
         sections.renew(slots)
         plan = plan_retirement(
             self.memory.near,
-            sections.every_layer[HIGH],
-            sections.every_layer[LOW] if self.low is not None else None,
+            sections.every_layer[self._places[HIGH]],
+            sections.every_layer[self._places[LOW]] if self.low is not None else None,
             *map(put, self._retiring_rows(slots, seen)),
             count=self.plan.retire_tokens,
             alpha_high=alpha_high,
@@ -167,6 +173,7 @@ class Window:
     ) -> None:
         """Re-encode tokens of some rows of one table in pages of another."""
         memory, sections = self.memory, self.sections
+        source, target = self._places[source], self._places[target]
         sections.renew(slots)
         move_tokens(
             memory.near,

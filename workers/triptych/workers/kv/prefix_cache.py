@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 import numpy as np
@@ -136,7 +136,7 @@ class PendingPublication:
 
 @dataclass
 class PrefixStore:
-    """A worker's access to the prefix cache of the pool, for one model and one page plan.
+    """A worker's access to the prefix cache of the pool, for one model and one method.
 
     Prefixes are stored in the high format, whatever the policy: dropped and low tokens depend on
     the request that dropped them. Keys have the plan's ``kv_rotation`` and their position, so any
@@ -153,15 +153,32 @@ class PrefixStore:
     device: Device = CPU
     skipped: Counter[str] = field(default_factory=Counter[str])
     """Publications that failed, by kind of error."""
+    _of_methods: dict[str, "PrefixStore"] = field(default_factory=dict[str, "PrefixStore"])
 
     def __post_init__(self) -> None:
         self._memory = DevicePages.in_place(self.pool.arena, self.device)
         self._profile = profile_of(self.plan, self.arithmetic)
 
+    def of_method(self, name: str) -> "PrefixStore":
+        """Access to the prefixes of requests of a method; empty: of the default one.
+
+        Raises: UnknownMethod
+        """
+        plan = self.plan.of_method(name)
+        if plan is self.plan:
+            return self
+        if name not in self._of_methods:
+            self._of_methods[name] = replace(self, plan=plan, _of_methods={})
+        return self._of_methods[name]
+
     def namespace(self, cache_salt: str) -> Namespace:
         """The namespace of prefixes that requests with this salt can share."""
         return Namespace(
-            salt=cache_salt.encode(), model="", revision=self.revision, profile=self._profile
+            salt=cache_salt.encode(),
+            model="",
+            revision=self.revision,
+            profile=self._profile,
+            block_tokens=self.plan.block_tokens,
         )
 
     # ---------------------------------------------------------------- reading
@@ -421,4 +438,6 @@ def profile_of(plan: PagePlan, arithmetic: str) -> str:
     text = repr(parts).replace("KVRotation(", "Basis(", 1)
     if plan.rounds_prompts:
         text += " rounded"
+    if plan.policy.version > 1:
+        text += f" {plan.policy.name} of version {plan.policy.version}"
     return hashlib.sha256(text.encode()).hexdigest()

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triptych.core.layout import PageLayout
 from triptych.core.pages import PagePlan
 from triptych.kernels import Past, prefill_attention, round_tokens, store_tokens
 from triptych.kvpool import Arena
@@ -38,7 +39,7 @@ class ChunkAttention:
     ) -> None:
         """All ``chunks`` have the same layers."""
         self._arena, self._memory, self._half = arena, memory, half
-        self._layout, self._high, self._chunks = plan.raw, plan.high, chunks
+        self._layout, self._chunks = plan.raw, chunks
         self._first_layer = chunks[0].layers.start
         put = memory.device.put
         self._positions = put(positions.astype(np.int32))
@@ -48,7 +49,7 @@ class ChunkAttention:
         self._pages = put(np.ascontiguousarray(np.concatenate(pages, axis=2).transpose(0, 2, 1)))
         rows = (self._positions % per_page)[:, None].expand(-1, plan.geometry.kv_heads)
         self._rows = rows.contiguous()
-        self._rounded = put(_is_rounded(chunks))
+        self._rounded = [(layout, put(mask)) for layout, mask in _rounded_tokens(chunks).items()]
         self._is_scored = any(
             chunk.prompt.attention is not None and chunk.end > chunk.prompt.rounded.stop
             for chunk in chunks
@@ -68,7 +69,8 @@ class ChunkAttention:
         """Shapes: query (T, H, D); key, value (T, KH, D) -> (T, H, D)"""
         memory, layer = self._memory.near, layer - self._first_layer
         dtype, query = query.dtype, query.float()
-        key, value = round_tokens(self._high, key, value, self._rounded)
+        for high, rounded in self._rounded:
+            key, value = round_tokens(high, key, value, rounded)
         store_tokens(
             memory, self._layout, key, value, self._pages[layer], self._rows, self._positions
         )
@@ -106,15 +108,20 @@ class ChunkAttention:
                 chunk.prompt.attention[layer, :, : end - first] += received[:, first:end]
 
 
-def _is_rounded(chunks: list[PrefillChunk]) -> NDArray[np.bool_]:
-    """Whether each token of a step is rounded."""
-    return np.concatenate(
-        [
-            (chunk.positions >= chunk.prompt.rounded.start)
-            & (chunk.positions < chunk.prompt.rounded.stop)
-            for chunk in chunks
-        ]
-    )
+def _rounded_tokens(chunks: list[PrefillChunk]) -> dict[PageLayout, NDArray[np.bool_]]:
+    """Masks of the tokens of a step that are rounded, by the layout to which they are."""
+    layouts = dict.fromkeys(chunk.prompt.plan.high for chunk in chunks)
+    return {
+        layout: np.concatenate([_is_rounded(chunk, layout) for chunk in chunks])
+        for layout in layouts
+    }
+
+
+def _is_rounded(chunk: PrefillChunk, layout: PageLayout) -> NDArray[np.bool_]:
+    prompt, positions = chunk.prompt, chunk.positions
+    if prompt.plan.high != layout:
+        return np.zeros(len(positions), np.bool_)
+    return (positions >= prompt.rounded.start) & (positions < prompt.rounded.stop)
 
 
 def _tables_of_past(plan: PagePlan, chunks: list[PrefillChunk]) -> tuple[Ids, Ids] | None:

@@ -117,12 +117,14 @@ class PrefillEngine:
                 equal.equal.append(request)
                 equal.due = min(equal.due, due)
                 continue
-            layers_per_part = self.plan.layers_of(request.known_tokens)
+            # An unknown method is refused when its prompt starts.
+            plan = self.plan.by_method.get(request.method, self.plan)
+            layers_per_part = plan.layers_of(request.known_tokens)
             layerwise = (
                 LayerwisePrefill(encoder, message.reader, layers_per_part) if encoder else None
             )
             self._waiting.append(PendingRequest(request, due, layerwise=layerwise))
-            if self._restores is not None:
+            if self._restores is not None and request.method in ("", *self.plan.by_method):
                 self._restores.start(request)
         return ()
 
@@ -217,10 +219,12 @@ class PrefillEngine:
 
     def _prompt(self, pending: PendingRequest) -> Prompt:
         request = pending.request
+        plan = self.plan.of_method(request.method)
         blocks_of = 0 if request.is_scored else request.known_prompt_tokens
-        rounded = self.plan.rounded_tokens(blocks_of)
+        rounded = plan.rounded_tokens(blocks_of)
         prompt = Prompt(
             request,
+            plan,
             pending.equal,
             pending.due,
             NO_PAGES,
@@ -233,7 +237,7 @@ class PrefillEngine:
         if request.is_scored:
             prompt.scores = PromptLogprobRows(request.prompt, request.sampling.prompt_logprobs)
         if self.prefixes is not None:
-            self._load_prefix(prompt, self.prefixes)
+            self._load_prefix(prompt, self.prefixes.of_method(request.method))
         return prompt
 
     def _load_prefix(self, prompt: Prompt, prefixes: PrefixStore) -> None:
@@ -241,7 +245,7 @@ class PrefillEngine:
         request = prompt.request
         try:
             # Attention to cached tokens decides nothing where these are always high.
-            attention = None if self.plan.rounds_prompts else prompt.attention
+            attention = None if prompt.plan.rounds_prompts else prompt.attention
             prompt.read = prompt.cached = prefixes.load(request, prompt.pages, attention)
         except TriptychError:
             if not self.pool.is_lost:
@@ -254,7 +258,7 @@ class PrefillEngine:
         per_row = self.plan.raw.pages(tokens)
         ids = self.pool.allocate(layers * kv_heads * per_row)
         prompt.pages = ids.reshape(layers, kv_heads, per_row)
-        if self.plan.policy.needs_significance:
+        if prompt.plan.policy.needs_significance:
             shape = (layers, self.runner.num_heads, tokens - prompt.rounded.stop)
             prompt.attention = torch.zeros(shape, device=self.device.name)
 
@@ -448,6 +452,7 @@ class PrefillEngine:
             handle=handle,
             reader=layerwise.reader,
             floor=prompt.request.floor,
+            method=prompt.request.method,
         )
         return Send(layerwise.encoder, layers)
 

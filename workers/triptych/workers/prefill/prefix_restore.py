@@ -79,4 +79,4 @@ class PrefixRestore:
             self._restores.pop(request, None)
 
     def _request_restore(self, request: Request) -> float:
-        return self.prefixes.restore(request)
+        return self.prefixes.of_method(request.method).restore(request)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.messages import Request
+from triptych.core.pages import PagePlan
 from triptych.workers.prefill.prompt_logprobs import SCORED_TOKENS, PromptLogprobRows
 
 UNENCODED = 1
@@ -38,6 +39,8 @@ class Prompt:
     """A prompt in prefill."""
 
     request: Request
+    plan: PagePlan
+    """That of its compression method."""
     equal: list[Request]
     """Requests with an equal prompt, for which it is computed too."""
     due: float

@@ -198,6 +198,9 @@ class CompressionOptions(Body):
 
     floor: Literal["low", "high"] = "low"
     """The lowest class that may store its tokens, where server and key allow a lower one."""
+    method: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
+    """One of the compression methods that ``/v1/models`` lists; None: the default of the key or of
+    the server."""
 
 
 class GenerationBody(Body):

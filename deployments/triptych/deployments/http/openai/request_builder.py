@@ -7,9 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from triptych.core.config import IngressConfig
-from triptych.core.errors import ModelNotFound, PromptTooLong, RequestError, Unsupported
+from triptych.core.errors import (
+    ModelNotFound,
+    PromptTooLong,
+    RequestError,
+    UnknownMethod,
+    Unsupported,
+)
 from triptych.core.messages import Floor, Request, Sampling, Slo
-from triptych.core.plugin_overrides import check_floor, overrides_of
+from triptych.core.plugin_overrides import check_floor, check_scores, overrides_of
 from triptych.core.profile import Fidelity
 from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.interfaces import Engine, ModelCard
@@ -88,6 +94,8 @@ class Job:
     """Alternatives per token of the prompt to report, as vLLM does; -1: no report."""
     fidelity: Fidelity | None = None
     """Measured error of compression at about this length; None if there is no measurement."""
+    measured_on: str = ""
+    """The model and the texts with which ``fidelity`` was measured."""
     is_prompt_alone: bool = False
     """Return only the prompt with its log probabilities, and no output tokens."""
     echo_logprobs: int = -1
@@ -209,16 +217,21 @@ class RequestBuilder:
         return replace(job, requests=tuple(requests), prompt_logprobs=shown)
 
     def _owned(self, job: Job, body: GenerationBody, client: Client) -> Job:
-        """Set tenant, cache salt, session, weight, priority, SLOs, plug-ins and floor of the
-        requests.
+        """Set tenant, cache salt, session, weight, priority, SLOs, plug-ins, floor and compression
+        method of the requests.
 
         The client's salt is "" or has a fixed length, so no two pairs of it and a body's are equal.
 
-        Raises: RequestError if a plug-in override is not offered, or the floor forbids it
+        Raises: RequestError if a method or a plug-in override is not offered, or the floor or the
+            method forbids it
         """
+        method = self._method(body, client)
         overrides = overrides_of(body.plugins, self._model.plugins)
         floor = strictest(self._model.floor, client.floor, body.compression.floor)
         check_floor(floor, self._model.plugins, overrides)
+        if method:
+            scoring = self._model.scoring_methods
+            check_scores(method, scoring, self._model.plugins, overrides)
         salt = f"{'' if self._config.share_prefixes else client.salt}:{body.cache_salt or ''}"
         mine = {
             "cache_salt": salt,
@@ -229,11 +242,15 @@ class RequestBuilder:
             "slo": _slo(body),
             "plugin_overrides": overrides,
             "floor": floor,
+            "method": "" if method in self._model.methods[:1] else method,
         }
-        owned = (replace(request, **mine) for request in job.requests)
-        # The error was measured with the server's floor.
-        fidelity = job.fidelity if floor == self._model.floor else None
-        return replace(job, requests=tuple(owned), fidelity=fidelity)
+        owned = tuple(replace(request, **mine) for request in job.requests)
+        return replace(
+            job,
+            requests=owned,
+            fidelity=self._fidelity(owned, method, floor),
+            measured_on=self._model.measured_on,
+        )
 
     async def encode_messages(
         self,
@@ -387,16 +404,31 @@ class RequestBuilder:
             continuous_usage=options is not None and options.continuous_usage_stats,
             token_ids=body.return_token_ids,
             choices_each=body.n,
-            fidelity=self._fidelity(requests),
             echo=tuple(text for text in texts for _ in range(body.n)),
         )
 
-    def _fidelity(self, requests: Sequence[Request]) -> Fidelity | None:
-        """The measured error of compression; None without one, or if they enable a plug-in."""
+    def _fidelity(self, requests: Sequence[Request], method: str, floor: Floor) -> Fidelity | None:
+        """The measured error of a compression method.
+
+        None without one, if they enable a plug-in, or with another floor than it was measured with.
+        """
+        if floor != self._model.floor:
+            return None
         if any(switch.on for request in requests for switch in request.plugin_overrides):
             return None
         longest = max(len(request.prompt) for request in requests)
-        return _nearest(self._model.fidelity, longest)
+        return _nearest(self._model.fidelity.get(method, ()), longest)
+
+    def _method(self, body: GenerationBody, client: Client) -> str:
+        """The compression method of a body: its own, the key's, or the server's default.
+
+        Raises: UnknownMethod with the methods that the server offers
+        """
+        offered = self._model.methods
+        name = body.compression.method or client.method or (offered[0] if offered else "")
+        if name and name not in offered:
+            raise UnknownMethod(name, offered)
+        return name
 
     def _answer_tokens(self, body: GenerationBody, prompt_tokens: int, param: str) -> int:
         """The most output tokens of a request.

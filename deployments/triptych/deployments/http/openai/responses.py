@@ -76,8 +76,9 @@ def usage(
     choices: Sequence[Choice],
     choices_each: int = 1,
     fidelity: Fidelity | None = None,
+    measured_on: str = "",
 ) -> Json:
-    """OpenAI's ``usage``, with compression's result and its measured error if they are known.
+    """OpenAI's ``usage``, with compression's result if it is known, and its error if measured.
 
     A prompt counts once, with the largest number of cached tokens of its ``choices_each`` choices.
     """
@@ -89,13 +90,23 @@ def usage(
         "prompt_tokens_details": {"cached_tokens": _cached_tokens(choices, choices_each)},
     }
     compression = _compression(choices)
-    if compression and fidelity and not compression["lowered_tokens"]:
-        compression["estimated_error"] = {
-            "kl": fidelity.kl,
-            "top1_agreement": fidelity.top1_agreement,
-            "measured_at_tokens": fidelity.context,
-        }
+    if compression:
+        is_lowered = bool(compression["lowered_tokens"])
+        compression["estimated_error"] = _estimate(None if is_lowered else fidelity, measured_on)
     return counts | {"compression": compression} if compression else counts
+
+
+def _estimate(fidelity: Fidelity | None, measured_on: str) -> Json | None:
+    """The measured error and the setting in which it was measured; None: nobody measured it."""
+    if fidelity is None:
+        return None
+    return {
+        "kl": fidelity.kl,
+        "top1_agreement": fidelity.top1_agreement,
+        "measured_at_tokens": fidelity.context,
+        "measured_ratio": round(1 / fidelity.bytes_ratio, 3),
+        "measured_on": measured_on,
+    }
 
 
 def _compression(choices: Sequence[Choice]) -> Json:
@@ -111,6 +122,7 @@ def _compression(choices: Sequence[Choice]) -> Json:
     stored = sum(report.stored_bytes for report in reports)
     shared = sum(report.shared_bytes for report in reports)
     result: Json = {
+        "method": reports[0].policy,
         "policy": reports[0].policy,
         "ratio": round(raw / max(stored + shared, 1), 3),
         "raw_bytes": raw,
@@ -162,6 +174,7 @@ class ResponseBuilder(ABC):
         cached = _cached_tokens(self.choices, self.job.choices_each)
         headers = self.first_headers() | {"x-triptych-cached-tokens": str(cached)}
         if compression := _compression(self.choices):
+            headers["x-triptych-compression-method"] = str(compression["method"])
             headers["x-triptych-compression-policy"] = str(compression["policy"])
             headers["x-triptych-compression-ratio"] = str(compression["ratio"])
             headers["x-triptych-lowered-tokens"] = str(compression["lowered_tokens"])
@@ -235,7 +248,9 @@ class ResponseBuilder(ABC):
 
     def _usage(self) -> Json:
         job = self.job
-        return usage(job.prompt_tokens, self.choices, job.choices_each, job.fidelity)
+        return usage(
+            job.prompt_tokens, self.choices, job.choices_each, job.fidelity, job.measured_on
+        )
 
     @abstractmethod
     def _choice(self, choice: Choice) -> Json:

@@ -197,6 +197,7 @@ def offers_of(
             bounds=one.bounds,
             needs=one.after,
             drops_tokens=ALPHA_LOW in one.plugin.provides,
+            needs_scores=SCORES in one.plugin.needs,
         )
         for one in places
     ]
@@ -301,7 +302,7 @@ def _makers(plugins: Mapping[str, StepPlugin]) -> dict[str, str]:
 def _lacking(policy: Policy | None, *, can_exit: bool) -> dict[str, str]:
     """Conditions that are not met, and the reason."""
     lacking = dict[str, str]()
-    if policy is not None and not (policy.score_every > 0 and policy.low_format is not None):
+    if policy is not None and not policy.scores_tokens:
         lacking[SCORES] = f"compressor.policy: {policy.name}"
     if not can_exit:
         lacking[EXITS] = "this model"

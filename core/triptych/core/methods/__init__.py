@@ -1,0 +1,1 @@
+"""Compression methods: compositions of scorer, budget, merger, basis and codec."""

@@ -1,0 +1,34 @@
+"""``leankv``: high, low or dropped by shares of all attention."""
+
+from dataclasses import replace
+
+from triptych.core.config import CompressorConfig
+from triptych.core.methods.composition import Method, Part
+from triptych.core.methods.parts import ATTENTION, HADAMARD, ONE_RANGE
+from triptych.core.policy import Policy, two_classes
+from triptych.core.profile import Profile
+
+
+def by_share_of_attention(config: CompressorConfig, profile: Profile | None = None) -> Policy:
+    """High, low or dropped by the share of all attention that the least significant receive.
+
+    Source: LeanKV, section 4.2
+    """
+    classes = two_classes(config, profile)
+    return replace(classes, mass_high=config.mass_high, mass_low=config.mass_low)
+
+
+METHOD = Method(
+    name="leankv",
+    idea="prompt tokens high, low or dropped by shares of all attention",
+    policy=by_share_of_attention,
+    scorer=ATTENTION,
+    budget=Part(
+        role="budget",
+        name="shares_of_the_whole",
+        granularity="token",
+        traits=frozenset({"drops_tokens", "requantizes_tokens"}),
+    ),
+    basis=HADAMARD,
+    codec=ONE_RANGE,
+)

@@ -1,0 +1,19 @@
+"""Parts that several methods are made of."""
+
+from triptych.core.methods.composition import Part
+
+ATTENTION = Part(
+    role="scorer",
+    name="received_attention",
+    granularity="token",
+    needs=frozenset({"attention_sums"}),
+)
+"""The attention that a token receives from itself and all later tokens."""
+EVERY_TOKEN = Part(role="budget", name="every_token", granularity="model")
+"""All tokens are in one class."""
+HADAMARD = Part(
+    role="basis", name="hadamard", granularity="model", traits=frozenset({"mixes_channels"})
+)
+"""A Hadamard rotation of keys and values after RoPE, around the mean key of a profile."""
+ONE_RANGE = Part(role="codec", name="one_range_per_token", granularity="token")
+"""A scale and a zero for each token and head, in unified pages; or 16 bits."""

@@ -1,0 +1,91 @@
+"""The table of methods, and the policies of those that a server offers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from triptych.core.config import CompressorConfig
+from triptych.core.errors import ConfigError
+from triptych.core.methods.composition import PROVIDED, WITH_PROFILE, Method
+from triptych.core.plugins import POLICY_NAMES
+from triptych.core.policy import KVRotation, Policy
+from triptych.core.profile import Profile, Settings
+from triptych.core.registry import Registry
+
+METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]] = Registry(
+    kind=POLICY_NAMES.kind,
+    builtin={
+        "uniform": "triptych.core.methods.uniform:METHOD",
+        "diffkv": "triptych.core.methods.diffkv:METHOD",
+        "leankv": "triptych.core.methods.leankv:METHOD",
+    },
+)
+"""Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``
+resolved, and of the profile."""
+
+
+def policy_of(config: CompressorConfig, profile: Profile | None = None) -> Policy:
+    """The policy of the server's default method: ``auto`` is the value of the profile.
+
+    Raises: ConfigError if it cannot run here, or its thresholds or formats are out of order
+    """
+    known = profile.settings if profile else Settings()
+    name = known.policy if config.policy == "auto" else config.policy
+    return _resolved(replace(config, policy=name), profile)
+
+
+def policies_of(config: CompressorConfig, profile: Profile | None = None) -> tuple[Policy, ...]:
+    """The policies of all methods that a server offers, its default first.
+
+    All store keys and values in the same coordinates, since a step rotates those of all requests
+    together: a 16-bit format, which a rotation neither helps nor harms, has those of the others.
+
+    Raises: ConfigError as ``policy_of``, or if two methods cannot share the pages of one pool
+    """
+    default = policy_of(config, profile)
+    names = [name for name in dict.fromkeys(config.methods) if name != default.name]
+    others = [_resolved(replace(config, policy=name), profile) for name in names]
+    return _together([default, *others])
+
+
+def _resolved(config: CompressorConfig, profile: Profile | None) -> Policy:
+    name = config.policy
+    found = METHODS.load("uniform" if name.startswith("uniform:") else name)
+    if not isinstance(found, Method):
+        policy = found(config, profile)
+        policy.check()
+        return policy
+    found.check_needs(WITH_PROFILE if profile else PROVIDED)
+    policy = replace(found.policy(config, profile), version=found.version)
+    policy.check()
+    return policy
+
+
+def _together(policies: Sequence[Policy]) -> tuple[Policy, ...]:
+    """The policies in common coordinates.
+
+    Raises: ConfigError naming two methods and what they cannot share
+    """
+    names = [policy.name for policy in policies]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"compressor.methods={names}: expected different names")
+    first, *rest = [policy for policy in policies if policy.is_quantized] or policies
+    for policy in rest:
+        if policy.kv_rotation != first.kv_rotation:
+            raise ConfigError(
+                f"compressor.methods: {first.name!r} and {policy.name!r} store keys and values in "
+                "different coordinates (compressor.kv_rotation), and a decode step rotates those "
+                "of all requests together: serve them apart"
+            )
+    scoring = [policy for policy in policies if policy.score_every]
+    for policy in scoring[1:]:
+        if policy.score_every != scoring[0].score_every:
+            raise ConfigError(
+                f"compressor.methods: {scoring[0].name!r} scores tokens every "
+                f"{scoring[0].score_every} tokens and {policy.name!r} every {policy.score_every}: "
+                "expected one interval for all"
+            )
+    return tuple(_in_coordinates(policy, first.kv_rotation) for policy in policies)
+
+
+def _in_coordinates(policy: Policy, rotation: KVRotation) -> Policy:
+    return policy if policy.kv_rotation == rotation else replace(policy, kv_rotation=rotation)

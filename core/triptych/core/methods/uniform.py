@@ -1,0 +1,32 @@
+"""``uniform:<format>``: all tokens in one format."""
+
+from triptych.core.config import CompressorConfig
+from triptych.core.methods.composition import Method
+from triptych.core.methods.parts import EVERY_TOKEN, HADAMARD, ONE_RANGE
+from triptych.core.policy import Policy, chosen, kv_rotation_of, settings_of
+from triptych.core.profile import Profile
+
+
+def uniform(config: CompressorConfig, profile: Profile | None = None) -> Policy:
+    """All tokens in one format, except the first and the newest."""
+    high = config.policy.partition(":")[2].lower()
+    return Policy(
+        name=config.policy,
+        high_format=high,
+        window_tokens=chosen(
+            config.recent_window_tokens, settings_of(profile).recent_window_tokens
+        ),
+        high_window_tokens=config.high_window_tokens,
+        sink_tokens=config.sink_tokens,
+        kv_rotation=kv_rotation_of(config, high, profile),
+    )
+
+
+METHOD = Method(
+    name="uniform",
+    idea="all tokens in one format",
+    policy=uniform,
+    budget=EVERY_TOKEN,
+    basis=HADAMARD,
+    codec=ONE_RANGE,
+)

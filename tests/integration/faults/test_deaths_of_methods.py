@@ -1,0 +1,44 @@
+"""Requests of four compression methods at once, while a compressor and a decode worker die."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.integration.faults.cluster import Answer, Cluster
+from tests.tiny import save_tiny_model
+from triptych.core.messages import Request, Sampling
+
+METHODS = ("uniform:k8v4", "uniform:k4v2", "uniform:fp16")
+CLIENTS, ANSWER_TOKENS = 16, 60
+
+
+def request(number: int) -> Request:
+    prompt = tuple(random.Random(number).choices(range(2, 250), k=20 + 9 * number))
+    sampling = Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+    method = ("", *METHODS)[number % 4]
+    return Request(id="", prompt=prompt, sampling=sampling, reply_to="", method=method)
+
+
+async def crowd(cluster: Cluster) -> list[Answer]:
+    return await asyncio.gather(*(cluster.answer(request(n)) for n in range(CLIENTS)))
+
+
+@pytest.mark.timeout(240)
+async def test_no_answer_is_lost_or_wrong_and_no_page_is_held(tmp_path: Path) -> None:
+    async with Cluster(save_tiny_model(tmp_path), methods=METHODS) as cluster:
+        alone = [await cluster.answer(request(n)) for n in range(CLIENTS)]
+        assert {one.ending for one in alone} == {"length"}
+        for role in ("decode", "compress"):
+            clients = asyncio.create_task(crowd(cluster))
+            await cluster.until(
+                lambda: any(len(one.output_tokens) > 8 for one in cluster.engine.attempts),
+                "some stream",
+            )
+            cluster.kill(role)
+            answers = await clients
+            assert {one.ending for one in answers} == {"length"}
+            assert [one.tokens for one in answers] == [one.tokens for one in alone]
+            await cluster.settled()
+        assert sum(cluster.deaths.values()) == 2, cluster.deaths

@@ -1,0 +1,125 @@
+"""The methods of the table, as the conformance suite runs them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.tiny import DIFFKV
+from tests.unit.workers.decode.test_resume import Client, Stages
+from triptych.core.layout import FORMATS
+from triptych.core.messages import (
+    Compress,
+    Compressed,
+    CompressItem,
+    Encode,
+    Planned,
+    Prefill,
+    Prefilled,
+    Request,
+    Send,
+)
+from triptych.core.methods.table import METHODS
+from triptych.kernels import OPS, load_tokens
+from triptych.workers.kv.handle_codec import unpack_run
+
+METHOD_NAMES = tuple(
+    name
+    for row in METHODS.builtin
+    for name in ([f"uniform:{form}" for form in FORMATS] if row == "uniform" else [row])
+)
+"""Each row of the table, and ``uniform`` with each format."""
+
+Tokens = list[tuple[str, Tensor, Tensor, Tensor]]
+"""Of each run: its format, and keys, values and positions of its tokens."""
+
+
+def settings_of(method: str) -> Mapping[str, object]:
+    """Settings by which every class of tokens occurs within a few tokens."""
+    return {**DIFFKV, "policy": method, "mass_high": 0.4, "mass_low": 0.1}
+
+
+def compress(
+    stages: Stages, requests: list[Request], how: AbstractContextManager[None] | None = None
+) -> list[tuple[Planned, Compressed]]:
+    """Read prompts one by one, and compress them in one step, in a context (``how``)."""
+    engine = stages.engines["compress"]
+    read = [
+        stages._until(stages.engines["prefill"], Prefill(requests=(one,)), Prefilled)
+        for one in requests
+    ]
+    items = [
+        CompressItem(request=one.id, handle=done.handle, method=one.method)
+        for one, done in zip(requests, read, strict=True)
+    ]
+    names = tuple(one.id for one in requests)
+    with how or nullcontext():
+        sends: list[Send] = list(engine.accept(Compress(items=tuple(items))))
+        engine.accept(Encode(requests=names, arena=stages.pool.arena.id))
+        sends += engine.step()
+    planned = [send.message for send in sends if isinstance(send.message, Planned)]
+    done = [send.message for send in sends if isinstance(send.message, Compressed)]
+    assert len(planned) == len(done) == len(requests)
+    return list(zip(planned, done, strict=True))
+
+
+def stored(stages: Stages, done: Compressed) -> Tokens:
+    """What a decode worker reads in the pages of a request."""
+    plan, found = stages.plan, Tokens()
+    rows, capacity = plan.geometry.head_rows, stages.pool.capacity_pages
+    for layout, run in zip(layouts(stages), done.handle.runs, strict=True):
+        counts, ids = unpack_run(run, layout, rows, capacity)
+        width = int(layout.pages(int(counts.max(initial=0))))
+        table = np.zeros((rows, max(1, width)), np.int32)
+        used = np.arange(table.shape[1]) < -(-counts // layout.tokens)[:, None]
+        table[used] = ids
+        arena = torch.from_numpy(stages.pool.arena.data)
+        loaded = load_tokens(arena, layout, torch.from_numpy(table), torch.from_numpy(counts))
+        found.append((layout.format.name, *(part.clone() for part in loaded)))
+    return found
+
+
+def layouts(stages: Stages) -> list[object]:
+    """Layouts of a request's runs."""
+    plan = stages.plan
+    return [plan.recent, *plan.classes]
+
+
+def is_same(one: Tokens, other: Tokens) -> bool:
+    return all(
+        first[0] == second[0] and all(map(torch.equal, first[1:], second[1:]))
+        for first, second in zip(one, other, strict=True)
+    )
+
+
+def answer(stages: Stages, requests: list[Request]) -> dict[str, list[int]]:
+    """The answers of requests that decode together."""
+    client, (name, engine) = Client(), stages.decoder()
+    for request in requests:
+        client.hear(engine.accept(stages.join(request)) or ())
+    while engine.has_work():
+        client.hear(engine.step())
+    assert stages.pool.expel(name)
+    return {name: client.answer(name) for name in client.tokens}
+
+
+def named(requests: list[Request], prefix: str) -> list[Request]:
+    """The same requests with other ids."""
+    return [replace(one, id=f"{prefix}{one.id}") for one in requests]
+
+
+@contextmanager
+def by_reference() -> Iterator[None]:
+    """Have all operations computed by their readable definitions in torch."""
+    before = {name: dict(op.loaded) for name, op in OPS.items()}
+    for op in OPS.values():
+        op.loaded["cpu"] = op.spec
+    try:
+        yield
+    finally:
+        for name, op in OPS.items():
+            op.loaded.clear()
+            op.loaded.update(before[name])

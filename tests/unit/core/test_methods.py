@@ -1,0 +1,179 @@
+"""Compression methods: parts that cannot stand together, and methods that share a pool."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.core.config import AppConfig, CompressorConfig
+from triptych.core.errors import ConfigError, UnknownMethod
+from triptych.core.layout import Geometry
+from triptych.core.methods.composition import PROVIDED, RULES, Method, Part, Trait
+from triptych.core.methods.parts import ATTENTION, EVERY_TOKEN, HADAMARD, ONE_RANGE
+from triptych.core.methods.table import METHODS, policies_of
+from triptych.core.methods.uniform import uniform
+from triptych.core.pages import PagePlan
+from triptych.core.policy import KVRotation, Policy
+from triptych.core.profile import Profile
+
+GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=64)
+TRAITS: tuple[Trait, ...] = tuple(dict.fromkeys(t for r in RULES for t in (r.first, r.second)))
+PLAIN = Part(role="basis", name="plain", granularity="model")
+BY_CHANNEL = Part(
+    role="codec",
+    name="channels_of_pages",
+    granularity="page",
+    traits=frozenset({"codes_by_channel", "codes_whole_pages"}),
+)
+PRUNING = Part(role="budget", name="top_k", granularity="token", traits=frozenset({"drops_tokens"}))
+LEARNED = Part(
+    role="merger",
+    name="learned",
+    granularity="token",
+    needs=frozenset({"training"}),
+    traits=frozenset({"merges_tokens", "places_merged_tokens"}),
+)
+
+
+def method(**parts: Part | None) -> Method:
+    given: dict[str, Part | None] = {"budget": EVERY_TOKEN, "basis": PLAIN, "codec": ONE_RANGE}
+    return Method(name="m", idea="", policy=uniform, **(given | parts))
+
+
+def plan(**compressor: object) -> PagePlan:
+    config = AppConfig.from_mapping({"compressor": {"profile": "none", **compressor}})
+    return PagePlan.of(config, GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"codec": BY_CHANNEL, "basis": HADAMARD}, "rotation mixes the channels"),
+        ({"codec": BY_CHANNEL, "budget": PRUNING}, "cannot drop one token of a page"),
+        (
+            {
+                "codec": BY_CHANNEL,
+                "budget": replace(PRUNING, traits=frozenset({"requantizes_tokens"})),
+            },
+            "cannot store one token of a page with fewer bits",
+        ),
+        (
+            {"merger": replace(LEARNED, traits=frozenset({"merges_tokens"}))},
+            "'learned': keys are stored after RoPE, so a merged token needs a position",
+        ),
+        (
+            {"codec": replace(ONE_RANGE, traits=frozenset({"bits_by_energy"}))},
+            "bits by energy need a scale-normalized codec",
+        ),
+        (
+            {
+                "codec": replace(
+                    ONE_RANGE, traits=frozenset({"bits_by_energy", "scale_normalized"})
+                ),
+                "basis": HADAMARD,
+            },
+            "spreads the energy over all channels",
+        ),
+        ({"codec": ATTENTION}, "'received_attention' is a scorer, not a codec"),
+    ],
+)
+def test_parts_that_cannot_stand_together_are_refused_with_the_reason(
+    parts: dict[str, Part], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        method(**parts)
+
+
+@given(st.frozensets(st.sampled_from(TRAITS)))
+def test_a_composition_stands_exactly_if_no_rule_is_violated(traits: frozenset[Trait]) -> None:
+    codec = replace(ONE_RANGE, traits=traits)
+    violated = [
+        rule
+        for rule in RULES
+        if rule.first in traits
+        and (rule.second not in traits if rule.is_needed else rule.second in traits)
+    ]
+    if violated:
+        with pytest.raises(ConfigError, match=violated[0].reason.partition(",")[0]):
+            method(codec=codec)
+    else:
+        assert method(codec=codec).traits == traits
+
+
+def test_a_need_that_nobody_meets_is_told_before_anything_runs() -> None:
+    learned = method(merger=LEARNED)
+    assert learned.needs == {"training"}
+    with pytest.raises(ConfigError, match="merger 'learned' needs training, which this server"):
+        learned.check_needs(PROVIDED)
+    learned.check_needs(PROVIDED | frozenset({"training"}))
+
+
+@pytest.mark.parametrize("name", METHODS.builtin)
+def test_every_row_of_the_table_is_a_method_of_its_name(name: str) -> None:
+    found = METHODS.load(name)
+    assert isinstance(found, Method)
+    assert (found.name, found.version) == (name, 1)
+    assert found.idea
+    found.check_needs(PROVIDED)
+
+
+def test_a_plan_has_the_plans_of_all_methods_and_they_differ_in_the_policy_alone() -> None:
+    offered = ("uniform:k4v2", "leankv", "diffkv", "uniform:fp16")
+    found = plan(policy="diffkv", methods=offered)
+    assert list(found.by_method) == ["diffkv", "uniform:k4v2", "leankv", "uniform:fp16"]
+    for name, one in found.by_method.items():
+        alone = plan(policy=name, kv_rotation="hadamard")
+        assert replace(one, others=()) == replace(alone, prefix_bytes=found.prefix_bytes)
+        assert found.of_method(name) is one
+    assert found.of_method("") is found
+    with pytest.raises(UnknownMethod, match=r"no compression method 'x': .*'diffkv', 'uniform:k4"):
+        found.of_method("x")
+
+
+def test_sixteen_bits_take_the_coordinates_of_the_others() -> None:
+    found = plan(policy="uniform:fp16", methods=("uniform:k8v4",)).by_method.values()
+    assert {one.policy.kv_rotation for one in found} == {KVRotation(rotated=True)}
+    assert plan(policy="uniform:fp16").policy.kv_rotation == KVRotation()
+
+
+def plain_k8v8(config: CompressorConfig, profile: Profile | None = None) -> Policy:
+    """A policy of its own, without rotation."""
+    return replace(
+        uniform(replace(config, policy="uniform:k8v8"), profile),
+        name=config.policy,
+        kv_rotation=KVRotation(),
+    )
+
+
+def often(config: CompressorConfig, profile: Profile | None = None) -> Policy:
+    """A policy that scores tokens at intervals of its own."""
+    found = uniform(replace(config, policy="uniform:k8v4"), profile)
+    return replace(found, name=config.policy, low_format="k4v2", alpha_high=1.0, score_every=3)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (f"{__name__}:plain_k8v8", "store keys and values in different coordinates"),
+        (f"{__name__}:often", "scores tokens every 8 tokens and .* every 3"),
+    ],
+)
+def test_methods_that_cannot_share_a_pool_are_refused_at_start(other: str, reason: str) -> None:
+    config = AppConfig.from_mapping({"compressor": {"policy": "diffkv", "methods": [other]}})
+    with pytest.raises(ConfigError, match=reason):
+        policies_of(config.compressor)
+
+
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [
+        (["uniform:k3v3"], "no page format 'k3v3'"),
+        (["difkv"], "did you mean 'diffkv'"),
+        (["auto"], "compressor.policy='auto'"),
+        ([f"uniform:k8v4{' ' * n}" for n in range(17)], "compressor.methods=17"),
+    ],
+)
+def test_wrong_names_of_methods_are_refused(methods: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        AppConfig.from_mapping({"compressor": {"methods": methods}})

@@ -1,0 +1,147 @@
+"""Requests of several compression methods in one server: each answers as its method alone."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import DIFFKV
+from tests.unit.workers.test_local_server import greedy, prompt
+from triptych.core.config import AppConfig
+from triptych.core.messages import Request
+from triptych.workers.local import Completion, LocalServer
+
+METHODS = ("uniform:k8v4", "uniform:k4v2", "uniform:fp16", "leankv")
+"""Beside the default, which is diffkv."""
+EVERY = ("", *METHODS)
+MB = 1 << 20
+
+
+def config(**parts: dict[str, object]) -> AppConfig:
+    base: dict[str, object] = {
+        "model": {"name": "tiny", "dtype": "float32"},
+        "pool": {"kv_cache_memory_bytes": 64 * MB, "extent_pages": 64, "prefix_bytes": 0},
+        "compressor": {**DIFFKV, "methods": METHODS, "mass_high": 0.3, "mass_low": 0.05},
+        "prefill": {"max_num_batched_tokens": 48},
+        "decode": {"max_num_seqs": 32},
+    }
+    return AppConfig.from_mapping(base | parts)
+
+
+@contextmanager
+def served(settings: AppConfig, model: Path) -> Iterator[LocalServer]:
+    with LocalServer(settings, model) as server:
+        yield server
+        give_up_s = time.monotonic() + 10  # the last tokens come before the router's books
+        while server.booked_bytes or server.pool.stat().request_pages:
+            assert time.monotonic() < give_up_s, (server.booked_bytes, server.pool.stat())
+            time.sleep(0.01)
+        assert (server.pool.stat().faults, server.pool.check()) == ([], [])
+
+
+def requests(server: LocalServer, count: int, tokens: int = 90) -> list[Request]:
+    """Requests whose methods alternate; neighbours have equal prompts."""
+    every = len(EVERY)
+    return [
+        replace(
+            server.request(prompt(20 + 23 * (number // every), seed=1), greedy(tokens)),
+            method=EVERY[number % every],
+        )
+        for number in range(count)
+    ]
+
+
+def tokens_of(answers: list[Completion]) -> list[list[int]]:
+    assert [answer.error for answer in answers] == [None] * len(answers)
+    return [answer.tokens for answer in answers]
+
+
+def again(server: LocalServer, asked: Request) -> Request:
+    return replace(asked, id=server.request(asked.prompt, asked.sampling).id)
+
+
+def test_twenty_requests_of_five_methods_answer_as_each_does_alone(tiny_model: Path) -> None:
+    with served(config(), tiny_model) as server:
+        asked = requests(server, 20)
+        together = server.complete(asked)
+        alone = [server.complete([again(server, one)])[0] for one in asked]
+    assert tokens_of(together) == tokens_of(alone)
+    reports = [answer.report for answer in together]
+    names = [report.policy for report in reports if report is not None]
+    assert names == [one.method or "diffkv" for one in asked]
+    sizes = {name: [r.stored_bytes for r in reports if r and r.policy == name] for name in names}
+    assert sum(sizes["uniform:fp16"]) > sum(sizes["uniform:k8v4"]) > sum(sizes["uniform:k4v2"])
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_method_among_others_answers_as_on_a_server_of_its_own(
+    tiny_model: Path, method: str
+) -> None:
+    """In the coordinates that all methods have in common, set for both."""
+    rotation = {"kv_rotation": "hadamard"}
+    both = {**DIFFKV, "methods": METHODS, "mass_high": 0.3, "mass_low": 0.05, **rotation}
+    own = {**both, "methods": (), "policy": method or "diffkv"}
+    with served(config(compressor=own), tiny_model) as server:
+        asked = [server.request(prompt(n, seed=1), greedy(90)) for n in (5, 66, 150)]
+        alone = server.complete(asked)
+    with served(config(compressor=both), tiny_model) as server:
+        mixed = server.complete([replace(one, method=method) for one in asked])
+    assert tokens_of(mixed) == tokens_of(alone)
+    assert [one.report for one in mixed] == [one.report for one in alone]
+
+
+def test_cached_prefixes_of_one_method_are_not_read_by_another(tiny_model: Path) -> None:
+    pool = {"kv_cache_memory_bytes": 64 * MB, "extent_pages": 64, "prefix_bytes": 16 * MB}
+    settings = config(pool=pool)
+    with LocalServer(settings, tiny_model) as server:
+        first = requests(server, 10)[5:]
+        first = [replace(one, prompt=tuple(prompt(300))) for one in first]
+        cold = server.complete(first)
+        warm = server.complete([again(server, one) for one in first])
+    # The pages of diffkv's blocks are those of leankv's: the same format, with significance.
+    assert [answer.cached_tokens for answer in cold].count(0) >= 4
+    assert all(answer.cached_tokens > 100 for answer in warm)
+    assert tokens_of(cold) == tokens_of(warm)
+
+
+def test_choices_of_equal_prompts_and_different_methods_share_nothing(tiny_model: Path) -> None:
+    with served(config(), tiny_model) as server:
+        asked = [
+            replace(server.request(prompt(130), greedy(60)), method=method) for method in EVERY
+        ]
+        together = server.complete(asked)
+        alone = [server.complete([again(server, one)])[0] for one in asked]
+    assert tokens_of(together) == tokens_of(alone)
+
+
+def test_a_method_that_nobody_offers_is_refused_and_leaves_nothing(tiny_model: Path) -> None:
+    with served(config(), tiny_model) as server:
+        bad = replace(server.request(prompt(50), greedy(10)), method="uniform:k4v4")
+        good = server.request(prompt(50), greedy(10))
+        refused, answered = server.complete([bad, good])
+    assert refused.error is not None
+    assert (refused.error.status, refused.error.code) == (400, "unknown_method")
+    assert "'diffkv', 'uniform:k8v4', 'uniform:k4v2', 'uniform:fp16', 'leankv'" in (
+        refused.error.message
+    )
+    assert len(answered.tokens) == 10
+
+
+def test_short_memory_lowers_those_that_can_be_and_all_answer(tiny_model: Path) -> None:
+    """Books, limits and lowerings follow each request's method."""
+    pool = {"kv_cache_memory_bytes": 3 * MB // 2, "extent_pages": 16, "prefix_bytes": 0}
+    settings = config(pool=pool, compressor={**DIFFKV, "alpha_low": 0, "methods": METHODS[:3]})
+    with served(settings, tiny_model) as server:
+        methods = ("", *METHODS[:3])
+        asked = [
+            replace(server.request(prompt(60, seed=n), greedy(200)), method=methods[n % 4])
+            for n in range(24)
+        ]
+        answers = server.complete(asked)
+        assert [len(answer.tokens) for answer in answers] == [200] * 24
+    for one, answer in zip(asked, answers, strict=True):
+        assert answer.report is not None
+        assert answer.report.lowered_tokens == 0 or one.method == ""

@@ -13,8 +13,9 @@ from triptych.cli.checks.validate import validate
 from triptych.cli.measure import bench, simulate
 from triptych.cli.measure.profile import profile
 from triptych.cli.output import notes
-from triptych.cli.quality import evaluate
+from triptych.cli.quality import evaluate, train
 from triptych.cli.quality.calibrate import calibrate
+from triptych.cli.quality.eval_learned import learned
 from triptych.cli.quality.spread import spread
 from triptych.cli.serving.chat import chat
 from triptych.cli.serving.drain import drain
@@ -42,7 +43,9 @@ app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.add_typer(simulate.app, name="simulate")
 app.add_typer(kernels.app, name="kernels")
+evaluate.app.command("learned")(learned)
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(train.app, name="train")
 app.add_typer(pool.app, name="pool")
 app.add_typer(keys.app, name="key")
 app.add_typer(config.app, name="config")

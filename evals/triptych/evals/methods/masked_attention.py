@@ -93,23 +93,23 @@ class RecordingAttention(Attend):
         traits: LayerTraits,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        _check_plain(layer, traits, sinks)
+        check_plain(layer, traits, sinks)
         tokens = len(query)
-        grouped = _by_kv_head(query, key.shape[1]) * traits.scale
+        grouped = by_kv_head(query, key.shape[1]) * traits.scale
         keys, values = key.transpose(0, 1), value.transpose(0, 1)
         sums = torch.zeros(*grouped.shape[:2], tokens)
         out = torch.empty_like(grouped)
         for start in range(0, tokens, BLOCK_QUERIES):
             end = min(start + BLOCK_QUERIES, tokens)
-            weights = _weights(grouped[:, :, start:end], keys[:, :end], start)
+            weights = causal_weights(grouped[:, :, start:end], keys[:, :end], start)
             sums[..., :end] += weights.sum(2)
             out[:, :, start:end] = weights @ values[:, None, :end]
         first = max(0, tokens - WINDOW_TOKENS)
-        self.last.append(_weights(grouped[:, :, first:], keys, first).mean(2).flatten(0, 1))
+        self.last.append(causal_weights(grouped[:, :, first:], keys, first).mean(2).flatten(0, 1))
         self.sums.append(sums.flatten(0, 1))
         self.keys.append(keys)
         self.values.append(values)
-        return _ungrouped(out)
+        return ungrouped(out)
 
 
 class MaskedAttention(Attend):
@@ -135,13 +135,13 @@ class MaskedAttention(Attend):
         traits: LayerTraits,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        _check_plain(layer, traits, sinks)
+        check_plain(layer, traits, sinks)
         first = self._keys[layer].shape[1]
         keys = torch.cat([self._keys[layer], key.transpose(0, 1)], 1)
         values = torch.cat([self._values[layer], value.transpose(0, 1)], 1)
         self._keys[layer], self._values[layer] = keys, values
-        grouped = _by_kv_head(query, key.shape[1]) * traits.scale
-        weights = _weights(grouped, keys, first)
+        grouped = by_kv_head(query, key.shape[1]) * traits.scale
+        weights = causal_weights(grouped, keys, first)
         total = weights.shape[0] * sum(range(first + 1, first + len(query) + 1))
         queries = LayerQueries(
             query=grouped,
@@ -157,12 +157,12 @@ class MaskedAttention(Attend):
         if mask is None:
             counts.hit += float(weights.sum())
             counts.read += total
-            return _ungrouped(weights @ values[:, None])
+            return ungrouped(weights @ values[:, None])
         read = weights * mask[:, None]
         hit = read.sum(-1, keepdim=True)
         counts.hit += float(hit.sum())
         counts.read += int(mask.sum())
-        return _ungrouped((read / hit.clamp_min(TINY)) @ values[:, None])
+        return ungrouped((read / hit.clamp_min(TINY)) @ values[:, None])
 
 
 @dataclass
@@ -232,7 +232,7 @@ class MaskedModel:
         return self.model(torch.tensor(tokens), positions, attend, wanted)
 
 
-def _check_plain(layer: int, traits: LayerTraits, sinks: Tensor | None) -> None:
+def check_plain(layer: int, traits: LayerTraits, sinks: Tensor | None) -> None:
     if traits.window or traits.softcap or sinks is not None:
         raise ModelError(
             f"layer {layer}: sliding window {traits.window}, softcap {traits.softcap:g}, "
@@ -241,17 +241,17 @@ def _check_plain(layer: int, traits: LayerTraits, sinks: Tensor | None) -> None:
         )
 
 
-def _by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
+def by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
     """(T, H, d) -> [KH, G, T, d]"""
     return query.transpose(0, 1).unflatten(0, (kv_heads, -1))
 
 
-def _ungrouped(out: Tensor) -> Tensor:
+def ungrouped(out: Tensor) -> Tensor:
     """[KH, G, T, d] -> (T, H, d)"""
     return out.flatten(0, 1).transpose(0, 1)
 
 
-def _weights(query: Tensor, keys: Tensor, first: int) -> Tensor:
+def causal_weights(query: Tensor, keys: Tensor, first: int) -> Tensor:
     """Causal attention of queries at ``first`` and on: [KH, G, T, n]."""
     logits = query @ keys[:, None].mT
     ahead = torch.arange(keys.shape[1]) > torch.arange(first, first + query.shape[2])[:, None]

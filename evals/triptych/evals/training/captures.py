@@ -1,0 +1,280 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch leaves Tensor.unflatten and others untyped in part.
+"""Captures: keys, values, significance and later queries of documents, for training.
+
+The model runs once over each document. A capture is a file, so memory holds one document at a time,
+and training that was stopped does not run the model again.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save as format_tensors
+from torch import Tensor
+
+from triptych.core.config import require
+from triptych.core.errors import ConfigError
+from triptych.evals.data.texts import Document, Split, documents, text_hash
+from triptych.evals.data.vocabulary import Vocabulary
+from triptych.evals.methods.masked_attention import (
+    BLOCK_QUERIES,
+    by_kv_head,
+    causal_weights,
+    check_plain,
+    ungrouped,
+)
+from triptych.kernels.prefill import significance_of
+from triptych.workers.models.attention_interface import Attend, LayerTraits
+from triptych.workers.models.facts import ModelFacts
+from triptych.workers.models.load import LoadedModel, load
+from triptych.workers.models.store.tensor_headers import MAX_HEADER_BYTES
+
+CAPTURE = "triptych_capture"
+"""Key of the metadata that says what a file captures."""
+SHORTER = (8, 4, 2, 1)
+"""Significance is recorded for the first 1/8, 1/4, 1/2 of a context as well: shorter prompts."""
+
+SPLIT: Split = "calibration"
+"""Texts to train on; reports use others."""
+
+Done = Callable[[], None]
+"""Called after each document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturePlan:
+    """The documents that networks are trained on, and those that stop the training."""
+
+    context: int = 1024
+    """Tokens of a document that are compressed."""
+    continuation: int = 128
+    """Tokens after them, whose queries are captured; 0: none."""
+    documents: int = 24
+    """Documents to train on."""
+    held_out: int = 6
+    """Further documents, for early stopping and the report."""
+
+    def __post_init__(self) -> None:
+        require(self.context >= max(SHORTER), "context", self.context, f">= {max(SHORTER)}")
+        require(self.continuation >= 0, "continuation", self.continuation, ">= 0")
+        require(self.documents >= 1, "documents", self.documents, ">= 1")
+        require(self.held_out >= 1, "held_out", self.held_out, ">= 1")
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A document after prefill: N tokens of context and M tokens after them.
+
+    L layers, H query heads, KH KV heads. Keys are after RoPE, neither rotated nor centred. All but
+    significance and log-sum-exp is float16.
+    """
+
+    keys: Tensor
+    """[L, KH, N + M, d]"""
+    values: Tensor
+    """[L, KH, N + M, d]"""
+    significance: dict[int, Tensor]
+    """For the first n tokens alone: [L, KH, n] float32; the largest n is N."""
+    queries: Tensor
+    """[L, H, M, d], scaled."""
+    outputs: Tensor
+    """Attention outputs of the queries: [L, H, M, d]."""
+    lse: Tensor
+    """Log-sum-exp of their logits: [L, H, M] float32."""
+
+    @property
+    def context(self) -> int:
+        return max(self.significance)
+
+    def attention_after(self, tokens: int) -> Tensor:
+        """Mean attention of the first tokens from as many queries behind them.
+
+        What significance of a prompt estimates: how much later tokens attend to it. Approximate:
+        the head of a group with the largest sum may be another one before and after.
+
+        Shapes:  -> [L, KH, tokens] float32
+        """
+        seen_by = torch.arange(2 * tokens, tokens, -1)
+        until, before = self.significance[2 * tokens], self.significance[tokens]
+        sums = until[..., :tokens] * seen_by - before * (seen_by - tokens)
+        return sums.clamp_min(0) / tokens
+
+
+@dataclass(frozen=True)
+class Captures:
+    """Files of captures: documents to train on, then those that are held out."""
+
+    files: tuple[Path, ...]
+    held_out: tuple[Path, ...]
+    texts: str
+    """Hash of the texts of the split."""
+
+
+class CaptureAttention(Attend):
+    """Dense causal attention that records what a capture holds."""
+
+    def __init__(self, plan: CapturePlan) -> None:
+        self._plan = plan
+        self.tensors: dict[str, list[Tensor]] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Raises: ModelError for sliding windows or softcaps"""
+        check_plain(layer, traits, sinks)
+        context, tokens = self._plan.context, len(query)
+        grouped = by_kv_head(query, key.shape[1]) * traits.scale
+        keys, values = key.transpose(0, 1), value.transpose(0, 1)
+        sums = torch.zeros(*grouped.shape[:2], tokens)
+        out = torch.empty_like(grouped)
+        lengths = [context // share for share in SHORTER]
+        edges = sorted({*range(0, tokens, BLOCK_QUERIES), *lengths, tokens})
+        for start, end in pairwise(edges):
+            weights = causal_weights(grouped[:, :, start:end], keys[:, :end], start)
+            sums[..., :end] += weights.sum(2)
+            out[:, :, start:end] = weights @ values[:, None, :end]
+            if end in lengths:
+                found = significance_of(sums.flatten(0, 1), end, key.shape[1])
+                self._record(f"significance.{end}", found)
+        later = grouped[:, :, context:]
+        self._record("keys", keys.half())
+        self._record("values", values.half())
+        self._record("queries", later.flatten(0, 1).half())
+        self._record("outputs", out[:, :, context:].flatten(0, 1).half())
+        self._record("lse", _log_sum_exp(later, keys, context).flatten(0, 1))
+        return ungrouped(out)
+
+    def _record(self, name: str, tensor: Tensor) -> None:
+        self.tensors.setdefault(name, []).append(tensor)
+
+
+def _log_sum_exp(query: Tensor, keys: Tensor, first: int) -> Tensor:
+    """[KH, G, M, d] at ``first`` and on -> [KH, G, M]"""
+    logits = query @ keys[:, None].mT
+    ahead = torch.arange(keys.shape[1]) > torch.arange(first, first + query.shape[2])[:, None]
+    return logits.masked_fill_(ahead, float("-inf")).logsumexp(-1)
+
+
+def capture_documents(
+    path: Path, facts: ModelFacts, plan: CapturePlan, folder: Path, done: Done
+) -> Captures:
+    """Run the model over documents; files of an earlier run with the same plan are kept.
+
+    Raises: ConfigError if the texts are too short, or the model's context is; ModelError for a
+            model with sliding windows or softcaps
+    """
+    size = plan.context + plan.continuation
+    if size > facts.context_tokens:
+        raise ConfigError(
+            f"{size} tokens: the model's context is {facts.context_tokens}; "
+            "ask for a shorter context"
+        )
+    count = plan.documents + plan.held_out
+    found = documents(
+        Vocabulary(path).encode,
+        SPLIT,
+        context=plan.context,
+        continuation=plan.continuation,
+        count=count,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{index:04}.safetensors" for index in range(count)]
+    loaded: LoadedModel | None = None
+    for document, file in zip(found, files, strict=True):
+        name = _name(document, facts, plan)
+        if not _is_capture(file, name):
+            loaded = loaded or load(path, "float32", quantization="none")
+            tensors, _ = _run(loaded, (*document.context, *document.continuation), plan)
+            _write(file, tensors, name)
+        done()
+    held_out = plan.documents
+    return Captures(tuple(files[:held_out]), tuple(files[held_out:]), text_hash(SPLIT))
+
+
+def read_capture(path: Path) -> Capture:
+    """Read one document into memory. Raises: OSError if the file is gone"""
+    return _as_capture(parse_tensors(path.read_bytes()))
+
+
+def _as_capture(tensors: dict[str, Tensor]) -> Capture:
+    kept = dict(tensors)
+    prefix = "significance."
+    significance = {
+        int(name.removeprefix(prefix)): kept.pop(name)
+        for name in sorted(kept)
+        if name.startswith(prefix)
+    }
+    return Capture(significance=significance, **kept)
+
+
+def capture_text(
+    loaded: LoadedModel, tokens: Sequence[int], plan: CapturePlan
+) -> tuple[Capture, Tensor]:
+    """A capture of one text, and the logits after each token behind the context.
+
+    Shapes:  ``tokens``: context and continuation -> logits [continuation, vocab] float32
+    """
+    tensors, logits = _run(loaded, tokens, plan)
+    return _as_capture(tensors), logits
+
+
+def _run(
+    loaded: LoadedModel, tokens: Sequence[int], plan: CapturePlan
+) -> tuple[dict[str, Tensor], Tensor]:
+    attend = CaptureAttention(plan)
+    ids, places = torch.tensor(list(tokens)), torch.arange(len(tokens))
+    wanted = places[min(plan.context, len(tokens) - 1) :]  # one at least
+    with torch.inference_mode():
+        logits = loaded.network(ids, places, attend, wanted)
+    return {name: torch.stack(parts) for name, parts in attend.tensors.items()}, logits
+
+
+def _name(document: Document, facts: ModelFacts, plan: CapturePlan) -> str:
+    """Everything that a capture depends on."""
+    tokens = repr((document.context, document.continuation)).encode()
+    bound = facts.revision, asdict(plan), hashlib.sha256(tokens).hexdigest()
+    # How many documents there are does not change one of them.
+    bound[1].pop("documents")
+    bound[1].pop("held_out")
+    return json.dumps(bound, sort_keys=True)
+
+
+def _is_capture(file: Path, name: str) -> bool:
+    """Whether the file is whole and captures this document; it is renamed when it is whole."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        try:
+            header = json.loads(stream.read(min(size, MAX_HEADER_BYTES)))
+        except ValueError:
+            return False
+    return header.get("__metadata__", {}).get(CAPTURE) == name
+
+
+def _write(file: Path, tensors: dict[str, Tensor], name: str) -> None:
+    partial = file.with_name(file.name + ".partial")
+    partial.write_bytes(format_tensors(tensors, {CAPTURE: name}))
+    partial.replace(file)
+
+
+def order_of(files: Sequence[Path], step: int, seed: int) -> Path:
+    """The file of a step: each pass over the files has an order of its own.
+
+    It is a function of the step, so that a resumed training goes on where it was.
+    """
+    draw = torch.Generator().manual_seed(seed * 1_000_003 + step // len(files))
+    return files[int(torch.randperm(len(files), generator=draw)[step % len(files)])]

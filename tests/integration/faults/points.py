@@ -18,7 +18,8 @@ from triptych.kvpool.rpc.calls import (
 from triptych.kvpool.rpc.local_pool import PoolCall
 from triptych.kvpool.rpc.prefix_calls import FindPrefix, KeepSession, PinPrefix, PublishPrefix
 from triptych.kvpool.rpc.stub import PoolStub
-from triptych.router import Scheduler
+from triptych.router.events.progress import Progress
+from triptych.router.events.submission import Submission
 from triptych.router.passes.lowering import MemoryLowering
 from triptych.workers.compress import compress_engine
 from triptych.workers.decode.checkpoint import Checkpoint
@@ -89,12 +90,12 @@ PLACES: dict[str, dict[str, Place]] = {
         "copy the checkpoint": (Checkpoint, "copy_slot"),
     },
     "router": {
-        "submit": (Scheduler, "_submit"),
-        "prefilled": (Scheduler, "_prefilled"),
-        "planned": (Scheduler, "_planned"),
-        "compressed": (Scheduler, "_compressed"),
-        "suspended": (Scheduler, "_preempted"),
-        "finished": (Scheduler, "_finished"),
+        "submit": (Submission, "submit"),
+        "prefilled": (Progress, "prefilled"),
+        "planned": (Progress, "planned"),
+        "compressed": (Progress, "compressed"),
+        "suspended": (Progress, "preempted"),
+        "finished": (Progress, "finished"),
     },
     POOL: {
         "allocate": AllocatePages,

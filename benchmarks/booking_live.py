@@ -4,7 +4,9 @@
 
 For each ``router.booking``: ``serve run`` on a Ray cluster of its own, and 40 chats at once without
 ``max_tokens``, each with a question of its own. ``/metrics`` is read while they run: how long after
-the last arrival all decode slots are in use, and how many bytes are booked and held meanwhile.
+the last arrival all decode slots are in use, and how many bytes are booked and held meanwhile. A
+small model writes some stories until its context ends, so chats that are left after ``--seconds``
+are disconnected.
 """
 
 import argparse
@@ -39,6 +41,8 @@ class Sample:
     waiting: int
     booked: float
     held: float
+    output_tokens: int
+    """Of all chats so far."""
 
 
 @dataclass
@@ -47,7 +51,6 @@ class Live:
 
     samples: list[Sample] = field(default_factory=list[Sample])
     finished: int = 0
-    tokens: int = 0
     failed: list[str] = field(default_factory=list[str])
 
 
@@ -64,10 +67,11 @@ class Row:
     """Median while at least half of the slots decode."""
     booked_mib: float
     held_mib: float
-    duration_s: float
-    output_tokens: int
     output_tokens_per_s: float
+    finished: int
     failed: int
+    decoding_by_second: list[int]
+    """Requests that decode after 1, 2, ... 10 s."""
 
 
 def question(number: int) -> str:
@@ -78,9 +82,8 @@ def question(number: int) -> str:
 async def chat(client: httpx.AsyncClient, number: int, live: Live) -> None:
     body = {"model": "default", "messages": [{"role": "user", "content": question(number)}]}
     answer = await client.post("/v1/chat/completions", json=body | {"seed": number})
-    if answer.status_code == httpx.codes.OK:
+    if answer.status_code == 200:
         live.finished += 1
-        live.tokens += answer.json()["usage"]["completion_tokens"]
     else:
         live.failed.append(answer.text[:200])
 
@@ -101,6 +104,7 @@ def read(text: str, at_s: float) -> Sample:
         state("waiting"),
         values["triptych_router_booked_bytes"],
         values["triptych_router_held_bytes"],
+        int(values["triptych_generation_tokens_total"]),
     )
 
 
@@ -114,7 +118,7 @@ async def watch(client: httpx.AsyncClient, live: Live, began: float) -> None:
         await asyncio.sleep(EVERY_S)
 
 
-async def press(url: str, model: str, chats: int) -> tuple[Live, float]:
+async def press(url: str, model: str, chats: int, seconds: float) -> Live:
     live = Live()
     limits = httpx.Limits(max_connections=chats + 4)
     async with httpx.AsyncClient(
@@ -125,10 +129,12 @@ async def press(url: str, model: str, chats: int) -> tuple[Live, float]:
         began = time.monotonic()
         tasks = [asyncio.create_task(chat(client, number, live)) for number in range(chats)]
         watching = asyncio.create_task(watch(client, live, began))
-        await asyncio.gather(*tasks)
-        took = time.monotonic() - began
+        _, left = await asyncio.wait(tasks, timeout=seconds)
         watching.cancel()
-    return live, took
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*tasks, watching, return_exceptions=True)
+    return live
 
 
 def measure(booking: str, asked: argparse.Namespace) -> Row:
@@ -140,7 +146,7 @@ def measure(booking: str, asked: argparse.Namespace) -> Row:
         tempfile.TemporaryDirectory() as folder,
         serving(args, asked.port, Path(folder)) as server,
     ):
-        live, took = asyncio.run(press(server.url, "default", asked.chats))
+        live = asyncio.run(press(server.url, "default", asked.chats, asked.seconds))
     full = next((one.at_s for one in live.samples if one.decoding >= SLOTS), None)
     busy = [one for one in live.samples if one.decoding >= SLOTS // 2 and one.held]
     busy = busy or [one for one in live.samples if one.decoding and one.held]
@@ -156,9 +162,12 @@ def measure(booking: str, asked: argparse.Namespace) -> Row:
         booked_by_held=mid([one.booked / one.held for one in busy]),
         booked_mib=mid([one.booked / MIB for one in busy], 1),
         held_mib=mid([one.held / MIB for one in busy], 1),
-        duration_s=round(took, 1),
-        output_tokens=live.tokens,
-        output_tokens_per_s=round(live.tokens / took, 1),
+        output_tokens_per_s=round(
+            (live.samples[-1].output_tokens - live.samples[0].output_tokens)
+            / (live.samples[-1].at_s - live.samples[0].at_s),
+            1,
+        ),
+        finished=live.finished,
         failed=len(live.failed),
         decoding_by_second=[
             max((one.decoding for one in live.samples if one.at_s <= second), default=0)
@@ -170,6 +179,7 @@ def measure(booking: str, asked: argparse.Namespace) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chats", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--bookings", default="forecast,bounds")

@@ -57,6 +57,7 @@ def test_growth_and_lost_goodput_are_faults() -> None:
             last_mb=9.0,
             slope_mb_per_minute=slope,
             slope_with_shared=9.0,
+            by_minute=[1.0, 9.0],
         )
         return Report(
             capacity_per_s=1.0,

@@ -14,7 +14,8 @@ import torch
 
 CASES = sorted(Path(__file__).parent.glob("*/gpu/test_*.py"))
 LONG = {
-    f"test_gpu_{name}" for name in ("decode", "engines", "methods", "prefill", "resume", "select")
+    f"test_gpu_{name}"
+    for name in ("decode", "engines", "methods", "mixed_graphs", "prefill", "resume", "select")
 }
 """Files that take so long that only ``make interpreter`` runs them."""
 

@@ -234,27 +234,6 @@ def test_a_layer_is_thirteen_launches(
     assert sum(launches.values()) - sum(step.values()) <= 12, launches
 
 
-def test_requests_of_several_methods_replay_one_graph(tiny_model: Path, device: Device) -> None:
-    """New tokens of 16-bit requests and of others go to different tables."""
-    methods = ("", "uniform:fp16", "uniform:k8v4")
-    settings = config("diffkv")
-    settings = replace(settings, compressor=replace(settings.compressor, methods=methods[1:]))
-    generator = random.Random(3)
-    prompts = [[generator.randrange(2, 258) for _ in range(5 + 13 * i)] for i in range(6)]
-
-    def ask(server: LocalServer) -> list[Completion]:
-        asked = [server.request(prompt, GREEDY) for prompt in prompts]
-        return server.complete([replace(one, method=methods[n % 3]) for n, one in enumerate(asked)])
-
-    with counted(device) as seen, LocalServer(settings, tiny_model, device=device) as server:
-        together = ask(server)
-    with LocalServer(settings, tiny_model, device=CPU) as server:
-        expected = ask(server)
-    assert seen["replays"] == seen["steps"] > 0
-    same = [a == b for a, b in zip(tokens_of(together), tokens_of(expected), strict=True)]
-    assert sum(same) >= 5, "a random model may be torn between two tokens"
-
-
 def test_batches_are_filled_up_by_less_than_a_half_or_eight_rows() -> None:
     assert batch_sizes(1) == [1]
     assert batch_sizes(3) == [1, 2, 3]

@@ -65,7 +65,7 @@ def test_a_process_that_is_killed_goes_on_and_writes_the_same_file(
     def command(folder: Path) -> list[str]:
         code = "from triptych.cli.main import main; main()"
         output = str(folder / "scorer.safetensors")
-        options = ["--context", "128", "--steps", "400", "--patience", "400", *TINY]
+        options = ["--context", "128", "--steps", "120", "--patience", "120", *TINY]
         words = ["train", "scorer", str(tiny_model), "--output", output, *options]
         return [sys.executable, "-c", code, *words]
 

@@ -102,15 +102,6 @@ def test_steps_with_scores_are_graphs_too(
     assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU, count))
 
 
-def test_kernels_of_a_gpu_skip_rows_without_a_slot(tiny_model: Path, device: Device) -> None:
-    """Three requests in a graph of four, with the kernels of a GPU."""
-    settings = config("uniform:k8v4")
-    with counted(device) as seen:
-        there = answers(settings, tiny_model, device, count=3)
-    assert seen["replays"] == seen["steps"]
-    assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU, count=3))
-
-
 def test_usual_steps_are_captured_before_requests_come(
     tiny_model: Path, quick_device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,12 +1,21 @@
-"""Captured decode steps of requests with several compression methods."""
+"""Captured decode steps with the kernels of a GPU, of which some take minutes when interpreted."""
 
 import random
 from dataclasses import replace
 from pathlib import Path
 
-from tests.unit.workers.gpu.test_gpu_graphs import GREEDY, config, counted, tokens_of
+from tests.unit.workers.gpu.test_gpu_graphs import GREEDY, answers, config, counted, tokens_of
 from triptych.workers.device import CPU, Device
 from triptych.workers.local import Completion, LocalServer
+
+
+def test_kernels_of_a_gpu_skip_rows_without_a_slot(tiny_model: Path, device: Device) -> None:
+    """Three requests in a graph of four, with the kernels of a GPU."""
+    settings = config("uniform:k8v4")
+    with counted(device) as seen:
+        there = answers(settings, tiny_model, device, count=3)
+    assert seen["replays"] == seen["steps"]
+    assert tokens_of(there) == tokens_of(answers(settings, tiny_model, CPU, count=3))
 
 
 def test_requests_of_several_methods_replay_one_graph(tiny_model: Path, device: Device) -> None:

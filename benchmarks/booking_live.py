@@ -33,7 +33,7 @@ TOPICS = ("rivers", "bread", "bridges", "glass", "owls", "tides", "maps", "salt"
 
 @dataclass(frozen=True)
 class Sample:
-    """What ``/metrics`` said at one moment."""
+    """Requests, bytes and output tokens at one moment, from ``/metrics``."""
 
     at_s: float
     """Since the last chat was sent."""

@@ -25,6 +25,7 @@ from triptych.cli.main import app
 from triptych.core import errors
 from triptych.core.config import AppConfig, StepPluginConfig
 from triptych.core.layout import FORMATS, PageLayout
+from triptych.core.methods.composition import Method
 from triptych.core.methods.table import METHODS
 from triptych.deployments.grpc.service import CODES
 from triptych.kvpool.plugins import EVICTION_POLICIES
@@ -124,6 +125,19 @@ def formats() -> str:
         "smaller than FP16",
     )
     return table((*head, f"tokens in a page of {page_bytes:,} bytes"), rows)
+
+
+def methods() -> str:
+    """The built-in compression methods and their parts, each with its smallest unit."""
+    roles = ("scorer", "budget", "merger", "basis", "codec")
+    rows = list[tuple[str, ...]]()
+    for name in METHODS.builtin:
+        method = METHODS.load(name)
+        assert isinstance(method, Method)
+        parts = [getattr(method, role) for role in roles]
+        cells = ["-" if part is None else f"{part.name} ({part.granularity})" for part in parts]
+        rows.append((f"`{name}`", method.idea, *cells, ", ".join(sorted(method.needs)) or "-"))
+    return table(("method", "idea", *roles, "needs"), rows)
 
 
 def policies() -> str:
@@ -363,6 +377,7 @@ PIECES: dict[str, Callable[..., str]] = {
     "cli": command_line,
     "configuration": configuration,
     "formats": formats,
+    "methods": methods,
     "policies": policies,
     "papers": papers,
     "results": results,

@@ -156,7 +156,7 @@ class Method:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What its parts need."""
+        """The needs of all of its parts."""
         return frozenset(need for part in self.parts for need in part.needs)
 
     @property

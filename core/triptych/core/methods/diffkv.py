@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from triptych.core.config import CompressorConfig
-from triptych.core.methods.composition import Method, Part
-from triptych.core.methods.parts import ATTENTION, HADAMARD, ONE_RANGE
+from triptych.core.methods.composition import Method
+from triptych.core.methods.parts import ATTENTION, HADAMARD, ONE_RANGE, classes_by_threshold
 from triptych.core.policy import Policy, chosen, settings_of, two_classes
 from triptych.core.profile import Profile
 
@@ -29,12 +29,7 @@ METHOD = Method(
     idea="tokens high, low or dropped by the mean attention that they receive",
     policy=by_mean_attention,
     scorer=ATTENTION,
-    budget=Part(
-        role="budget",
-        name="thresholds_of_the_mean",
-        granularity="token",
-        traits=frozenset({"drops_tokens", "requantizes_tokens"}),
-    ),
+    budget=classes_by_threshold("thresholds_of_the_mean"),
     basis=HADAMARD,
     codec=ONE_RANGE,
 )

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from triptych.core.config import CompressorConfig
-from triptych.core.methods.composition import Method, Part
-from triptych.core.methods.parts import ATTENTION, HADAMARD, ONE_RANGE
+from triptych.core.methods.composition import Method
+from triptych.core.methods.parts import ATTENTION, HADAMARD, ONE_RANGE, classes_by_threshold
 from triptych.core.policy import Policy, two_classes
 from triptych.core.profile import Profile
 
@@ -23,12 +23,7 @@ METHOD = Method(
     idea="prompt tokens high, low or dropped by shares of all attention",
     policy=by_share_of_attention,
     scorer=ATTENTION,
-    budget=Part(
-        role="budget",
-        name="shares_of_the_whole",
-        granularity="token",
-        traits=frozenset({"drops_tokens", "requantizes_tokens"}),
-    ),
+    budget=classes_by_threshold("shares_of_the_whole"),
     basis=HADAMARD,
     codec=ONE_RANGE,
 )

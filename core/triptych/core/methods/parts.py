@@ -1,6 +1,6 @@
 """Parts that several methods are made of."""
 
-from triptych.core.methods.composition import Part
+from triptych.core.methods.composition import Part, Trait
 
 ATTENTION = Part(
     role="scorer",
@@ -11,6 +11,14 @@ ATTENTION = Part(
 """The attention that a token receives from itself and all later tokens."""
 EVERY_TOKEN = Part(role="budget", name="every_token", granularity="model")
 """All tokens are in one class."""
+
+
+def classes_by_threshold(name: str) -> Part:
+    """A budget that keeps each token high, low or not at all, by thresholds of its score."""
+    traits: frozenset[Trait] = frozenset({"drops_tokens", "requantizes_tokens"})
+    return Part(role="budget", name=name, granularity="token", traits=traits)
+
+
 HADAMARD = Part(
     role="basis", name="hadamard", granularity="model", traits=frozenset({"mixes_channels"})
 )

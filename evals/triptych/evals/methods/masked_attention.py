@@ -56,7 +56,7 @@ class PrefilledPrompt:
 
 @dataclass
 class ReadCounts:
-    """What a run read, and what full attention would have read."""
+    """Number of keys that queries read, and that full attention would have read."""
 
     hit: float = 0.0
     """Attention weight on the tokens that were read, summed over queries and heads."""

@@ -14,7 +14,7 @@ from triptych.workers.models.attention_interface import Attend, LayerTraits
 
 @dataclass(frozen=True)
 class ReplacedCache:
-    """What later queries read in place of a context.
+    """Keys, values and logit biases that stand for a context in attention of later tokens.
 
     Rows that hold fewer tokens than others are filled with tokens of bias minus infinity.
     """

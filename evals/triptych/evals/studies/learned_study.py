@@ -254,7 +254,7 @@ def _scored(predicted: Predicted, centre: Tensor) -> list[ContextMethod]:
 def _unlearned(
     k: int, facts: ModelFacts, frame: RopeFrame, centre: Tensor, context: int
 ) -> list[ContextMethod]:
-    """What learned mergers are compared with, all at the bytes of a merged cache with bias."""
+    """Baselines of learned mergers, all at the bytes of a merged cache with bias."""
     plan = plan_chunks([Segment(TEXT, 0, context)], k)
     dim = facts.geometry.head_dim
     ratio = plan.merged_tokens * (4 * dim + 8 + 2) / (context * 4 * dim)

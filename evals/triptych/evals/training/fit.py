@@ -34,7 +34,7 @@ Advance = Callable[[int, float | None], None]
 
 
 class Objective(Protocol):
-    """What is trained, and on what."""
+    """A network to train, and its loss in each step and on held-out documents."""
 
     @property
     def network(self) -> nn.Module:

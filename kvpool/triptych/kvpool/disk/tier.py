@@ -249,7 +249,7 @@ class DiskTier:
     def _found(
         self, namespace: Namespace, tokens: TokenIds, keys: Sequence[BlockKey], first: int
     ) -> Iterator[ObjectMeta]:
-        """What the disk has of a chain from a block on; every field is compared, not keys alone."""
+        """Consecutive blocks on disk from one on; all fields are compared, not keys alone."""
         space, pieces = namespace.digest(), self._cache.cut(namespace, tokens)
         parent = keys[first - 1] if first else space
         for key, piece in zip(keys[first:], pieces[first:], strict=True):

@@ -1,1 +1,1 @@
-"""What messages do to the state of the router, by whom they come from."""
+"""Handlers of messages: from ingresses, from workers about requests, and about processes."""

@@ -1,4 +1,4 @@
-"""What workers say of requests: each message moves a request to its next state."""
+"""Handlers of workers' messages about a request: each moves it to its next state."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What ingresses send: requests to queue or to refuse, and cancellations."""
+"""Handlers of ingresses' messages: queue or refuse a request, cancel a request."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -77,7 +77,7 @@ class Submission:
             self.completion.refuse(request, refusal)
 
     def estimate(self, request: Request) -> Estimate:
-        """What a request that starts, or starts again, is booked for."""
+        """Bytes to book for a request that starts, or starts again."""
         left = max(0, request.sampling.max_tokens - len(request.output_tokens))
         bound, _ = self._sizes(request, left)
         booking = self.growth.open(request, bound, left)

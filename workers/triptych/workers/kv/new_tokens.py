@@ -66,7 +66,7 @@ class NewTokens:
 
 
 class _Kind(NamedTuple):
-    """What requests have in common whose new tokens are counted together."""
+    """Table, section and scoring interval; requests with equal ones are counted together."""
 
     table: SectionTable
     section: int

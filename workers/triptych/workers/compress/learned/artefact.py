@@ -33,7 +33,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArtefactRecord:
-    """What a file of networks says about itself, in its metadata."""
+    """Metadata of a file of networks: kind, model, geometry, versions and tensor hash."""
 
     kind: Kind
     model: str
@@ -77,7 +77,7 @@ def write_artefact(path: Path, record: ArtefactRecord, network: nn.Module) -> No
 
 
 def read_record(path: Path) -> ArtefactRecord:
-    """What a file says about itself, without its tensors.
+    """Read the metadata of a file of networks.
 
     Raises: ModelError if it is torn or not a file of networks; ConfigError for another version
     """

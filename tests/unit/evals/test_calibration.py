@@ -30,6 +30,7 @@ def plan(tiny_model: Path) -> Calibration:
         contexts=(150,),
         documents=2,
         steps=12,
+        other_methods=("uniform:fp16", "uniform:k4v2"),
         pool_bytes=16 << 20,
     )
 
@@ -49,6 +50,16 @@ def test_the_smallest_candidate_that_is_near_enough_is_chosen(
     assert found.profile.settings == plan.candidates[found.chosen]
     assert [one.context for one in found.profile.measured] == [150]
     assert found.profile.measured[0].kl == pytest.approx(by_name[found.chosen].summary.kl, abs=1e-6)
+
+
+def test_other_methods_are_measured_as_the_server_runs_them(found: CalibrationResult) -> None:
+    measured = found.profile.measured_methods
+    assert list(measured) == ["uniform:fp16", "uniform:k4v2"]
+    (exact,), (coarse,) = measured.values()
+    assert exact.context == coarse.context == 150
+    assert 0 <= exact.kl < coarse.kl
+    assert coarse.bytes_ratio < 0.7 < exact.bytes_ratio
+    assert found.profile.fidelity_of(AppConfig()) == {"diffkv": found.profile.measured, **measured}
 
 
 def test_an_unreachable_target_names_the_nearest_miss(plan: Calibration) -> None:

@@ -41,6 +41,13 @@ def calibrate(
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "1024",
     documents: Annotated[int, typer.Option(min=1, help="Texts per context length.")] = 6,
     steps: Annotated[int, typer.Option(min=1, help="Tokens scored after each context.")] = 128,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Other methods to measure with the chosen settings, for the estimates in answers; "
+            "empty: none."
+        ),
+    ] = "uniform:fp16,uniform:k8v4,uniform:k4v2,leankv",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all rows to this file.")
     ] = None,
@@ -61,6 +68,7 @@ def calibrate(
         contexts=tuple(integers(contexts)),
         documents=documents,
         steps=steps,
+        other_methods=tuple(names(methods)),
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     found = calibrate(plan, run_with_progress)
@@ -76,6 +84,20 @@ def _show(found: "CalibrationResult") -> None:
     lines = [
         [row.method, "chosen" if row.method == found.chosen else "", *_figures(row.as_json())]
         for row in sorted(found.rows, key=lambda row: (str(row.context), row.bytes_all_in_ratio))
+    ]
+    lines += [
+        [
+            name,
+            "",
+            one.context,
+            "",
+            one.bytes_ratio,
+            one.kl,
+            one.top1_agreement,
+            one.perplexity_ratio,
+        ]
+        for name, measured in found.profile.measured_methods.items()
+        for one in measured
     ]
     console.print(make_table(("method", "", *COLUMNS), lines))
 

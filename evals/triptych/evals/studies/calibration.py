@@ -27,6 +27,9 @@ from triptych.workers.models.store.model_store import resolve
 
 RunStudy = Callable[[Study], Results]
 
+OTHER_METHODS = ("uniform:fp16", "uniform:k8v4", "uniform:k4v2", "leankv")
+"""Methods whose fidelity is measured with the chosen settings."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -67,6 +70,8 @@ class Calibration:
     contexts: tuple[int, ...] = (1024,)
     documents: int = 6
     steps: int = 128
+    other_methods: tuple[str, ...] = OTHER_METHODS
+    """Methods of requests to measure with the chosen settings, besides the chosen one."""
     pool_bytes: int = PoolConfig().kv_cache_memory_bytes
 
     @property
@@ -100,10 +105,7 @@ def calibrate(plan: Calibration, run: RunStudy) -> CalibrationResult:
     Raises: ModelError if no candidate meets the target; ConfigError for a wrong setting
     """
     uncalibrated = profile_with_mean_keys(plan)
-    with TemporaryDirectory(prefix="triptych-") as folder:
-        path = Path(folder) / "profile.json"
-        uncalibrated.write(path)
-        results = run(_study(plan, path))
+    results = _measured(uncalibrated, tuple(plan.candidates), plan, run)
     overall = [row for row in results.rows if row.context == results.rows[-1].context]
     chosen = choose([row for row in overall if row.method in plan.candidates], plan.target)
     profile = replace(
@@ -111,7 +113,20 @@ def calibrate(plan: Calibration, run: RunStudy) -> CalibrationResult:
         settings=plan.candidates[chosen.method],
         measured=tuple(_fidelity(row) for row in results.rows if _is_of(row, chosen.method)),
     )
+    profile = with_other_methods(profile, plan, run)
     return CalibrationResult(profile=profile, rows=results.rows, chosen=chosen.method)
+
+
+def with_other_methods(profile: Profile, plan: Calibration, run: RunStudy) -> Profile:
+    """The profile with the fidelity of ``other_methods``, as a server with it runs them."""
+    if not plan.other_methods:
+        return profile
+    rows = _measured(profile, plan.other_methods, plan, run).rows
+    found = {
+        name: tuple(_fidelity(row) for row in rows if _is_of(row, name))
+        for name in plan.other_methods
+    }
+    return replace(profile, measured_methods=found)
 
 
 def choose(rows: Sequence[Row], target: Target) -> Row:
@@ -159,21 +174,28 @@ def profile_with_mean_keys(plan: Calibration) -> Profile:
     )
 
 
-def _study(plan: Calibration, profile: Path) -> Study:
-    return Study(
-        model=plan.model,
-        methods=tuple(plan.candidates),
-        base=AppConfig(
-            compressor=CompressorConfig(profile=str(profile)),
-            pool=PoolConfig(kv_cache_memory_bytes=plan.pool_bytes),
-        ),
-        contexts=plan.contexts,
-        documents=plan.documents,
-        steps=plan.steps,
-        split="calibration",
-        tasks=(),
-        greedy_tokens=0,
-    )
+def _measured(
+    profile: Profile, methods: tuple[str, ...], plan: Calibration, run: RunStudy
+) -> Results:
+    """Rows of some methods with a profile, on the calibration split."""
+    with TemporaryDirectory(prefix="triptych-") as folder:
+        path = Path(folder) / "profile.json"
+        profile.write(path)
+        study = Study(
+            model=plan.model,
+            methods=methods,
+            base=AppConfig(
+                compressor=CompressorConfig(profile=str(path)),
+                pool=PoolConfig(kv_cache_memory_bytes=plan.pool_bytes),
+            ),
+            contexts=plan.contexts,
+            documents=plan.documents,
+            steps=plan.steps,
+            split="calibration",
+            tasks=(),
+            greedy_tokens=0,
+        )
+        return run(study)
 
 
 def _is_of(row: Row, method: str) -> bool:

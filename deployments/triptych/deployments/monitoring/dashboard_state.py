@@ -159,8 +159,9 @@ def _map(pages: PageMap, handles: Mapping[str, KVHandle], numbers: Mapping[str, 
 def page_kinds(pages: PageMap, handles: Mapping[str, KVHandle]) -> tuple[list[str], Entries]:
     """Names of kinds, and the kind of each entry of the map, as an index into the names.
 
-    The pool knows only the owner of a page. The format of a request's page is the one in its last
-    handle; pages that a worker allocated since count as its free list.
+    The pool knows only the owner of a page. The format of a page that a running request holds, or
+    reads from the prefix cache, is the one in its last handle. Pages that a worker allocated since
+    count as its free list, and pages of the prefix cache that nobody reads as ``prefix``.
 
     Shapes: -> (entries,)
     """
@@ -169,6 +170,7 @@ def page_kinds(pages: PageMap, handles: Mapping[str, KVHandle]) -> tuple[list[st
     of_owner = [0, *(KINDS.index(_kind(line)) for line in pages.owners)]
     of_entry = np.array(of_owner, np.uint16)[entries]
     lines = _owners_of_requests(pages)
+    cached = [entry for entry, line in enumerate(pages.owners, 1) if _kind(line) == "prefix"]
     for request, handle in handles.items():
         mine = lines.get(request)
         if mine is None or handle.lease_ref.arena != pages.arena:
@@ -177,7 +179,7 @@ def page_kinds(pages: PageMap, handles: Mapping[str, KVHandle]) -> tuple[list[st
             if run.format not in kinds:
                 kinds.append(run.format)
             shown = _shown(run, pages)
-            of_entry[shown[np.isin(entries[shown], mine)]] = kinds.index(run.format)
+            of_entry[shown[np.isin(entries[shown], mine + cached)]] = kinds.index(run.format)
     return kinds, of_entry
 
 

@@ -87,6 +87,15 @@ def test_pages_that_moved_on_since_the_handle_was_made_are_not_coloured_by_it() 
     assert names(pages, {"r": handle(k8v4=[0, 1, 2, 3])}) == ["free", "k8v4", "request", "stock"]
 
 
+def test_pages_of_the_prefix_cache_that_a_request_reads_have_their_format() -> None:
+    pages = page_map(
+        [1, 2, 2, 0],
+        owner("request", "d", "r"),
+        owner("request", PREFIX_WORKER, PREFIX_WORKER),
+    )
+    assert names(pages, {"r": handle(k8v8=[0], k8v4=[1])}) == ["k8v8", "k8v4", "prefix", "free"]
+
+
 @pytest.mark.parametrize(
     "stale",
     [

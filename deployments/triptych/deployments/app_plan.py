@@ -140,6 +140,12 @@ class AppPlan:
         stage = config.decode if config.topology == "colocated" else config.prefill
         return stage.actor.num_replicas
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of requests that fit into a shard, if all of them are significant."""
+        rows = self.pages.geometry.head_rows
+        return self.bookable_bytes // self.pages.page_bytes // rows * self.pages.high.tokens
+
     def check(self) -> None:
         """Raise ConfigError if windows do not fit the context, the pool is too small, or a plug-in
         drops tokens that the floor keeps."""

@@ -268,6 +268,7 @@ class Scheduler:
             oldest_waiting_s=0.0 if oldest is None else now - oldest,
             counters=dict(self._cluster.counters),
             workers=tuple(self._cluster.load_index.loads()),
+            stage_times=requests.stage_times.snapshot(),
         )
 
     def demand(self, now: float) -> Demand:

@@ -1,11 +1,12 @@
 """Plain data that policies receive, and that the router reports about itself."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
 from triptych.core.messages import Stage
+from triptych.router.state.stage_times import StageTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +140,5 @@ class RouterSnapshot:
     """Bytes of pages of requests, as the stages reported last."""
     bound_bytes: int = 0
     """The most that the requests may come to hold; all of it is booked with ``booking: bounds``."""
+    stage_times: Mapping[str, StageTime] = field(default_factory=dict[str, StageTime])
+    """How long requests waited and were in each stage, since the start."""

@@ -162,7 +162,6 @@ def _fit(plan: AppPlan, load: Load, profile: Profile | None) -> Fit:
     pages = plan.pages
     rows = pages.geometry.head_rows
     token_bytes = pages.page_bytes * rows / pages.high.tokens
-    bookable_pages = plan.bookable_bytes // pages.page_bytes
     model, tokens = ByteModel(pages), (load.prompt_tokens, load.answer_tokens)
     estimate = model.estimate_in_parts(*tokens) or model.estimate(*tokens)
     low = pages.policy.low_format
@@ -175,7 +174,7 @@ def _fit(plan: AppPlan, load: Load, profile: Profile | None) -> Fit:
         token_bytes=token_bytes,
         of_fp16=token_bytes / pages.raw_bytes(1),
         bookable_bytes=plan.bookable_bytes,
-        tokens=bookable_pages // rows * pages.high.tokens,
+        tokens=plan.cache_tokens,
         expected_tokens=_expected_tokens(plan, profile),
         peak_bytes=estimate.peak,
         decoding_bytes=estimate.grown,

@@ -53,7 +53,7 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
 def describe_pages(plan: AppPlan) -> str:
     """The page budget, and the number of tokens that always fit."""
     pages = plan.pages
-    tokens = plan.bookable_bytes // pages.page_bytes // pages.geometry.head_rows * pages.high.tokens
+    tokens = plan.cache_tokens
     if tokens < 1:
         raise ConfigError(
             f"pool.kv_cache_memory_bytes={plan.config.pool.kv_cache_memory_bytes}: "

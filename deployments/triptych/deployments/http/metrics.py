@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +19,8 @@ REJECTION_REASONS = ("rate_limit_exceeded", "overloaded", "worker_lost", "slo_un
 begins with 1, and a panel without a series shows "No data"."""
 
 Gauges = Callable[[], Awaitable[Mapping[str, float]]]
-"""Fetches metrics of other processes; a key is a metric's name, with its labels if any."""
+"""Fetches metrics of other processes; a key is a metric's name, with its labels if any. Names that
+end with ``_bucket``, ``_count`` and ``_sum`` are a histogram."""
 
 # fmt: off
 TTFT_BUCKETS = (
@@ -37,13 +39,23 @@ LENGTH_BUCKETS = tuple(float(count * 10**power) for power in range(6) for count 
 # fmt: on
 
 
+@dataclass(frozen=True, slots=True)
+class CacheBlocks:
+    """Sizes in the words of vLLM, whose ``cache_config_info`` gateways read."""
+
+    block_size: int
+    """Tokens of a block of the prefix cache."""
+    num_gpu_blocks: int
+    """Blocks that fit into the memory for requests, if all of their tokens are significant."""
+
+
 class IngressMetrics:
     """Counters and histograms of one ingress, in a registry of their own.
 
     Times are in seconds, and per choice: a client's request with ``n`` choices counts n times.
     """
 
-    def __init__(self, methods: Sequence[str] = ()) -> None:
+    def __init__(self, methods: Sequence[str] = (), cache: CacheBlocks | None = None) -> None:
         """``methods``: compression methods that requests may name."""
         self.registry = own = CollectorRegistry()
 
@@ -105,6 +117,11 @@ class IngressMetrics:
             "Choices that clients wait for: running, waiting, or on their way to the client.",
             registry=own,
         )
+        if cache is not None:
+            labels = {name: str(value) for name, value in asdict(cache).items()}
+            info = "Memory for pages of requests, in blocks of the prefix cache."
+            names = tuple(labels)
+            Gauge("triptych_cache_config_info", info, names, registry=own).labels(**labels).set(1)
         for method in methods:
             for each in self.by_method:
                 each.labels(method)
@@ -160,12 +177,16 @@ class IngressMetrics:
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
         """All metrics in Prometheus' text format, the given gauges last."""
         lines: list[str] = []
-        family = ""
-        for key in sorted(gauges):
-            name = key.partition("{")[0]
-            if name != family:
-                lines.append(f"# TYPE {name} gauge")
-                family = name
+        names = {key: key.partition("{")[0] for key in gauges}
+        buckets = {name for name in names.values() if name.endswith("_bucket")}
+        begun = ""
+        for key in sorted(gauges, key=names.__getitem__):  # buckets stay in their order
+            whole = names[key].rpartition("_")[0]
+            is_histogram = f"{whole}_bucket" in buckets
+            family = whole if is_histogram else names[key]
+            if family != begun:
+                lines.append(f"# TYPE {family} {'histogram' if is_histogram else 'gauge'}")
+                begun = family
             lines.append(f"{key} {float(gauges[key])}")
         text = "".join(f"{line}\n" for line in lines)
         return generate_latest(self.registry) + text.encode()

@@ -19,7 +19,10 @@ FAMILIES: Mapping[str, str] = {
         "e2e_request_latency_seconds",
         "request_prompt_tokens",
         "request_generation_tokens",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
         "request_decode_time_seconds",
+        "cache_config_info",
     )
 } | {
     # Gauges here, since other processes report totals; counters in vLLM.

@@ -1,14 +1,17 @@
 """The state of routers, pools and workers, as /health and /metrics show it."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 from triptych.core.messages import STAGES, Report
 from triptych.kvpool import DiskStats, PoolStats
 from triptych.router import RouterSnapshot
 from triptych.router.snapshot import HeldBy
+from triptych.router.state.stage_times import BOUNDS_S, StageTime
 
 PREEMPTIONS = ("preempted", "growth:preempted", "growth:evicted")
 """Decisions by which a running request has to wait."""
@@ -40,6 +43,7 @@ class Status:
                 workers=tuple(worker for one in routers for worker in one.workers),
                 held_bytes=sum(one.held_bytes for one in routers),
                 bound_bytes=sum(one.bound_bytes for one in routers),
+                stage_times=_sum_of_times(one.stage_times for one in routers),
             ),
             pools=tuple(pool for status in shards for pool in status.pools),
             reports=tuple(report for status in shards for report in status.reports),
@@ -99,6 +103,8 @@ class Status:
         for stage in STAGES:
             workers = [worker for worker in router.workers if stage in worker.stages]
             gauges[f'triptych_workers{{stage="{stage}"}}'] = float(len(workers))
+        for part, times in router.stage_times.items():
+            gauges.update(_histogram(f"triptych_request_{part}_time_seconds", times))
         return gauges
 
     def _pool_gauges(self) -> dict[str, float]:
@@ -117,6 +123,24 @@ class Status:
                 free = f'triptych_node_pool_pages_free{{arena="{stats.arena}"}}'
                 gauges[free] = float(stats.free_pages)
         return gauges
+
+
+def _histogram(name: str, times: StageTime) -> Iterator[tuple[str, float]]:
+    """The series of a Prometheus histogram, in the order of its buckets."""
+    bounds = (*BOUNDS_S, math.inf)
+    for bound, count in zip(bounds, accumulate(times.counts), strict=True):
+        le = "+Inf" if math.isinf(bound) else str(bound)
+        yield f'{name}_bucket{{le="{le}"}}', float(count)
+    yield f"{name}_count", float(sum(times.counts))
+    yield f"{name}_sum", times.total_s
+
+
+def _sum_of_times(shards: Iterable[Mapping[str, StageTime]]) -> dict[str, StageTime]:
+    total = dict[str, StageTime]()
+    for times in shards:
+        for part, one in times.items():
+            total[part] = total.get(part, StageTime()) + one
+    return total
 
 
 def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

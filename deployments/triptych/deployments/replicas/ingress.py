@@ -14,6 +14,7 @@ from ray import serve
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.grpc import GrpcServer
 from triptych.deployments.http import ModelCard, OpenAIServing, create_app
+from triptych.deployments.http.metrics import CacheBlocks, IngressMetrics
 from triptych.deployments.replicas.gc_tuning import freeze_heap
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
@@ -69,6 +70,7 @@ class IngressReplica:
                 plugins=self._plan.offers,
             ),
             config=self._plan.config.ingress,
+            metrics=IngressMetrics(tuple(self._plan.pages.by_method), _cache_blocks(self._plan)),
         )
         self._rpc = GrpcServer(self._serving)
         await self._engine.start()
@@ -100,6 +102,11 @@ class IngressReplica:
             profile=self._engine.stats.profile,
             send_request_id=False,
         )
+
+
+def _cache_blocks(plan: AppPlan) -> CacheBlocks:
+    block = plan.pages.block_tokens
+    return CacheBlocks(block_size=block, num_gpu_blocks=plan.shards * plan.cache_tokens // block)
 
 
 def _sampling_defaults(plan: AppPlan) -> Mapping[str, float]:

@@ -14,6 +14,7 @@ from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.models.prompt_blocks import PromptToPlace
 from triptych.router.queue.waiting_queue import WaitingQueue
 from triptych.router.state.history import History
+from triptych.router.state.stage_times import PARTS, StageTimes
 
 
 class State(StrEnum):
@@ -161,6 +162,8 @@ class Entry:
     booking: Booking | None = None
     """What is known of its memory; None: nothing, and ``sizes`` are bounds."""
     state: State = State.WAITING
+    part_since: float = 0.0
+    """When it entered the part of its time (``PARTS``) that its state belongs to."""
     worker: str = ""
     """The last worker that it was sent to."""
     stage: Stage = "prefill"
@@ -255,6 +258,8 @@ class Requests:
     queue: WaitingQueue = field(default_factory=WaitingQueue)
     """Waiting requests, in the orders that policies use."""
     history: History = field(default_factory=History)
+    stage_times: StageTimes = field(default_factory=StageTimes)
+    """Of requests that went on to the next stage."""
     _by_id: dict[str, Entry] = field(default_factory=dict[str, Entry])
     _by_state: dict[State, OrderedDict[str, Entry]] = field(
         default_factory=lambda: {state: OrderedDict[str, Entry]() for state in State}
@@ -285,6 +290,7 @@ class Requests:
             self._by_state[entry.state].move_to_end(entry.id, last=False)
         self._enqueue(entry, entry.sizes.peak, in_front=in_front)
         self.history.begin(entry.request, entry.state.value, entry.since)
+        entry.part_since = entry.since
         self.on_change(entry)
 
     def preempt(self, entry: Entry, kept_bytes: int, now: float) -> None:
@@ -324,6 +330,7 @@ class Requests:
             usage.charged_byte_s += ahead
             self.queue.accounts.serve(entry.request.tenant, ahead)
         self._leave_state(entry)
+        self._time(entry, state, now)
         entry.state, entry.since = state, now
         self._by_state[state][entry.id] = entry
         if state is State.DECODING:
@@ -333,6 +340,14 @@ class Requests:
         else:
             self.history.note(entry.id, state.value, entry.transfer.report, now)
         self.on_change(entry)
+
+    def _time(self, entry: Entry, state: State, now: float) -> None:
+        part, following = PARTS.get(entry.state), PARTS.get(state)
+        if part == following:
+            return
+        if part is not None and state is not State.LEAVING:
+            self.stage_times.add(part, now - entry.part_since)
+        entry.part_since = now
 
     def touch(self, entry: Entry) -> None:
         """Report that an entry changed within its state."""

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
+from tests.unit.workers.settled import booked_in_the_end
 from triptych.core.config import AppConfig
 from triptych.core.errors import PoolExhausted
 from triptych.core.messages import Message, PagesWanted, Sampling, Tokens
@@ -331,7 +332,7 @@ def test_requests_that_outgrow_the_pool_make_room_for_older_ones_and_all_end(
         assert "pool_exhausted" not in server.counters
         assert "failed" not in server.counters
         assert len(heard) < 8 * 60
-        assert server.booked_bytes == {}
+        assert booked_in_the_end(server) == {}
         assert server.pool.stat().request_pages == 0
 
 

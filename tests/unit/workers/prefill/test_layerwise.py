@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.tiny import DIFFKV, save_tiny_model
+from tests.unit.workers.settled import booked_in_the_end
 from triptych.core.config import AppConfig
 from triptych.core.errors import PoolExhausted, StageLost
 from triptych.core.handles import KVHandle
@@ -122,9 +123,9 @@ def test_nothing_is_left_of_a_prompt_whose_client_goes_away(model: Path) -> None
             other.close()
             stream.close()
         server.complete([server.request(prompt(3), greedy(2))])
+        assert booked_in_the_end(server) == {}
         assert server.pool.stat().request_pages == 0
         assert server.pool.allocated_pages == 0
-        assert server.booked_bytes == {}
 
 
 def test_an_answer_of_one_token_leaves_nothing_with_the_compressor(model: Path) -> None:
@@ -132,8 +133,8 @@ def test_an_answer_of_one_token_leaves_nothing_with_the_compressor(model: Path) 
         (answer,) = server.complete([server.request(prompt(410), greedy(1))])
         assert answer.finish == "length"
         server.complete([server.request(prompt(3), greedy(2))])
+        assert booked_in_the_end(server) == {}
         assert server.pool.allocated_pages == 0
-        assert server.booked_bytes == {}
 
 
 def test_a_prompt_whose_tokens_are_scored_is_read_whole(model: Path) -> None:

@@ -1,5 +1,7 @@
 """Text that is streamed is the text that is decoded at once, cut at the first stop."""
 
+from functools import cache
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from triptych.core.messages import Sampling
-from triptych.workers.models.tokenizer import from_json, to_json
+from triptych.workers.models.tokenizer import FastTokenizer, from_json, to_json
 from triptych.workers.sampling.detokenizer import IncrementalDetokenizer
 from triptych.workers.sampling.token_bytes import incomplete_character, piece_bytes
 
@@ -52,6 +54,12 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     return request.param
 
 
+@cache
+def copy_of(tokenizer: PreTrainedTokenizerFast) -> FastTokenizer:
+    """The tokenizer as workers have it; reading it takes longer than streaming a text."""
+    return from_json(to_json(tokenizer))
+
+
 def encode(tokenizer: PreTrainedTokenizerFast, text: str, splits: list[bool]) -> list[int]:
     """Tokens of a text: a word where there is one, else bytes; ``splits`` forces bytes."""
     vocab, tokens = tokenizer.get_vocab(), list[int]()
@@ -87,9 +95,7 @@ def streamed(stream: IncrementalDetokenizer, tokens: list[int]) -> tuple[str, st
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_stream_to_what_they_decode_to(tokens: list[int], skip: bool) -> None:
     tokenizer = TOKENIZERS["byte level"]
-    stream = IncrementalDetokenizer(
-        from_json(to_json(tokenizer)), Sampling(skip_special_tokens=skip)
-    )
+    stream = IncrementalDetokenizer(copy_of(tokenizer), Sampling(skip_special_tokens=skip))
     text = whole(tokenizer, tokens, skip)
     assert streamed(stream, tokens) == (
         text[: len(text) - ends_in_half(tokenizer, tokens, skip)],
@@ -99,7 +105,8 @@ def test_any_bytes_stream_to_what_they_decode_to(tokens: list[int], skip: bool) 
 
 def ends_in_half(tokenizer: PreTrainedTokenizerFast, tokens: list[int], skip: bool) -> bool:
     """Whether more bytes could complete a character at the end."""
-    kept = [token for token in tokens if not skip or token not in tokenizer.all_special_ids]
+    special = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+    kept = [token for token in tokens if not (skip and token in special)]
     names = tokenizer.convert_ids_to_tokens(kept)
     return incomplete_character(piece_bytes(name or "", byte_level=True) for name in names) > 0
 
@@ -114,7 +121,7 @@ SPLITS = st.lists(st.booleans(), min_size=1, max_size=5)
 def test_any_text_streams_to_itself(name: str, text: str, splits: list[bool]) -> None:
     tokenizer = TOKENIZERS[name]
     tokens = encode(tokenizer, text, splits)
-    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling())
+    stream = IncrementalDetokenizer(copy_of(tokenizer), Sampling())
     assert streamed(stream, tokens) == (whole(tokenizer, tokens), None)
 
 
@@ -141,19 +148,19 @@ def test_the_answer_is_cut_at_the_stop_that_is_complete_first(
     tokenizer = TOKENIZERS[name]
     tokens = encode(tokenizer, text, splits)
     stream = IncrementalDetokenizer(
-        from_json(to_json(tokenizer)), Sampling(stop=tuple(stops), include_stop=keep)
+        copy_of(tokenizer), Sampling(stop=tuple(stops), include_stop=keep)
     )
     assert streamed(stream, tokens) == cut(whole(tokenizer, tokens), tuple(stops), keep)
 
 
 def test_characters_are_never_cut(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling())
+    stream = IncrementalDetokenizer(copy_of(tokenizer), Sampling())
     tokens = encode(tokenizer, "a😀猫", [True])
     assert [stream.push(token).text for token in tokens] == ["a", "", "", "", "😀", "", "", "猫"]
 
 
 def test_text_that_may_become_a_stop_is_held_back(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling(stop=("cat.",)))
+    stream = IncrementalDetokenizer(copy_of(tokenizer), Sampling(stop=("cat.",)))
     tokens = encode(tokenizer, "a cat cat", [True])
     pieces = [stream.push(token).text for token in tokens]
     assert pieces == ["a", " ", "", "", "", "cat ", "", "", ""]
@@ -168,7 +175,7 @@ CALL = '<tool_call>\n{"a": "</tool_call>o"}\n</tool_call>'
 def test_stops_are_not_matched_inside_a_tool_call(
     tokenizer: PreTrainedTokenizerFast, stop: str, splits: list[bool]
 ) -> None:
-    backend = from_json(to_json(tokenizer))
+    backend = copy_of(tokenizer)
     tokens = encode(tokenizer, f"cat {CALL}", splits)
     stream = IncrementalDetokenizer(backend, Sampling(stop=(stop,), tool_calls=True))
     assert streamed(stream, tokens) == (f"cat {CALL}", None)
@@ -187,9 +194,9 @@ def test_a_stop_is_matched_inside_markup_of_an_answer_that_is_no_call(
 ) -> None:
     sampling = Sampling(stop=("cat",), tool_calls=True, tool_calls_first=True)
     for text, expected in ((f"{{{CALL} cat", f"{{{CALL} "), ("<tool_cat", "<tool_")):
-        stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), sampling)
+        stream = IncrementalDetokenizer(copy_of(tokenizer), sampling)
         assert streamed(stream, encode(tokenizer, text, splits)) == (expected, "cat")
-    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), sampling)
+    stream = IncrementalDetokenizer(copy_of(tokenizer), sampling)
     assert streamed(stream, encode(tokenizer, f"{CALL}{CALL}", splits)) == (f"{CALL}{CALL}", None)
 
 
@@ -197,7 +204,7 @@ def test_a_stop_is_not_matched_across_the_border_of_a_call(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     stream = IncrementalDetokenizer(
-        from_json(to_json(tokenizer)), Sampling(stop=("cat<", ">cat"), tool_calls=True)
+        copy_of(tokenizer), Sampling(stop=("cat<", ">cat"), tool_calls=True)
     )
     text = f"cat{CALL}cat"
     assert streamed(stream, encode(tokenizer, text, [True])) == (text, None)
@@ -206,8 +213,8 @@ def test_a_stop_is_not_matched_across_the_border_of_a_call(
 def test_a_space_in_front_of_the_answer_depends_on_what_it_continues() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     the = tokenizer.get_vocab()["▁the"]
-    assert IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling()).push(the).text == "the"
-    continued = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling(), prompt_tail=[the])
+    assert IncrementalDetokenizer(copy_of(tokenizer), Sampling()).push(the).text == "the"
+    continued = IncrementalDetokenizer(copy_of(tokenizer), Sampling(), prompt_tail=[the])
     assert continued.push(the).text == " the"
 
 
@@ -218,13 +225,13 @@ def test_an_incomplete_character_at_the_end_is_dropped(
     tokenizer: PreTrainedTokenizerFast, before: str, half: str, splits: list[bool]
 ) -> None:
     for missing in range(1, len(half.encode())):
-        stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling())
+        stream = IncrementalDetokenizer(copy_of(tokenizer), Sampling())
         tokens = encode(tokenizer, before, splits) + encode(tokenizer, half, [True])[:-missing]
         assert streamed(stream, tokens) == (before, None)
 
 
 def test_a_replacement_character_of_the_model_is_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling())
+    stream = IncrementalDetokenizer(copy_of(tokenizer), Sampling())
     tokens = encode(tokenizer, "a\N{REPLACEMENT CHARACTER}", [True])
     assert streamed(stream, tokens) == ("a\N{REPLACEMENT CHARACTER}", None)
 
@@ -232,7 +239,7 @@ def test_a_replacement_character_of_the_model_is_text(tokenizer: PreTrainedToken
 def test_a_token_costs_the_same_however_long_the_answer_is(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = IncrementalDetokenizer(from_json(to_json(tokenizer)), Sampling(stop=("never",)))
+    stream = IncrementalDetokenizer(copy_of(tokenizer), Sampling(stop=("never",)))
     decode, longest = stream._decoder._decode, 0
 
     def counting(tokens: list[int], *, skip_special_tokens: bool) -> str:

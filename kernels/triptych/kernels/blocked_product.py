@@ -114,13 +114,17 @@ def in_pieces(
 
     Shapes:  (T, in) -> (T, out)
     """
-    parts = list[Tensor]()
-    for start, size in row_pieces(len(rows), counts):
-        part = rows[start : start + size]
-        missing = size - len(part)
-        result = product(F.pad(part, (0, 0, 0, missing)) if missing else part)
-        parts.append(result[: len(part)] if missing else result)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    pieces = row_pieces(len(rows), counts)
+    if len(pieces) == 1:
+        return _filled_up(product, rows, pieces[0][1])
+    return torch.cat(
+        [_filled_up(product, rows[start : start + size], size) for start, size in pieces]
+    )
+
+
+def _filled_up(product: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:
+    missing = size - len(rows)
+    return product(F.pad(rows, (0, 0, 0, missing)))[: len(rows)] if missing else product(rows)
 
 
 @lru_cache(maxsize=1 << 12)

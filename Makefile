@@ -9,7 +9,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
 PARTS := core kernels kvpool router workers simulator evals loadgen deployments cli
 SLOW  := slow or integration or e2e or gpu
 OWN   := interpreter
-LONG  := tests/e2e/test_endings.py tests/e2e/test_replicas.py tests/e2e/test_nodes.py
+LONG  := $(addprefix tests/e2e/test_,endings.py replicas.py nodes.py autoscaling.py)
 SLOWEST := --durations=20 --durations-min=5
 
 # Ray sends nothing home unless it is asked to.
@@ -83,8 +83,9 @@ abuse: $(READY) ## send hostile requests of three seeds to a server, beside a we
 endings: $(READY) ## stop, redeploy and interrupt servers with streams open (4 minutes)
 	@$(BIN)/pytest -q $(SLOWEST) tests/e2e/test_endings.py
 
-cluster: $(READY) ## kill and freeze workers, pools and nodes among several replicas and nodes (5 minutes)
-	@$(BIN)/pytest -q $(SLOWEST) tests/e2e/test_replicas.py tests/e2e/test_nodes.py
+cluster: $(READY) ## kill and freeze workers, pools and nodes among several replicas and nodes, and scale a stage (7 minutes)
+	@$(BIN)/pytest -q $(SLOWEST) tests/e2e/test_replicas.py tests/e2e/test_nodes.py \
+		tests/e2e/test_autoscaling.py
 
 stalls: $(READY) ## stop each process of a server for 1 to 30 s under load (15 minutes)
 	@$(BIN)/python -m tests.e2e.stalls --json benchmarks/results/stalls.json

@@ -19,7 +19,8 @@ class Demand:
     workers: Mapping[Stage, int]
     """Workers of each stage."""
     busy: Mapping[Stage, float]
-    """Sum of the busy shares of a stage's workers."""
+    """Sum of the busy shares of a stage's workers. Workers that decode do not count: they are busy
+    as soon as they have one request, and take more of them in the same time."""
     waiting_tokens: int = 0
     """Prompt tokens of waiting requests."""
     queued_tokens: int = 0
@@ -43,9 +44,9 @@ class Demand:
 def wanted(stage: Stage, demand: Demand, target: float) -> float:
     """Workers that a stage should have, before rounding and bounds.
 
-    The result is the largest of: busy time over ``target``; for prefill, waiting work over the time
-    left for it; for decode, slots, and the ratio to the TPOT limit. Requests that wait for bytes
-    need no workers.
+    The result is the largest of: for prefill and compress, busy time over ``target``; for prefill,
+    waiting work over the time left for it; for decode, slots, and the ratio to the TPOT limit.
+    Requests that wait for bytes need no workers.
 
     >>> queue = Demand(workers={"prefill": 1}, busy={"prefill": 0.5}, waiting_tokens=4000,
     ...               prefill_token_s=1e-3, drain_s=2.0)
@@ -125,7 +126,8 @@ class Scaling:
         for peer in peers:
             for stage in peer.registration.stages:
                 workers[stage] = workers.get(stage, 0) + 1
-                busy[stage] = busy.get(stage, 0.0) + shares[peer.address]
+                if "decode" not in peer.registration.stages:
+                    busy[stage] = busy.get(stage, 0.0) + shares[peer.address]
         waiting = [
             one for one in cluster.requests.in_state(State.WAITING) if not one.waits_with_pages
         ]

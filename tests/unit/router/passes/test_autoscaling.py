@@ -15,7 +15,7 @@ from triptych.simulator import Cluster
 
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 PLAN = Cluster().plan
-QUIET = Demand(workers=dict.fromkeys(STAGES, 2), busy=dict.fromkeys(STAGES, 0.1))
+QUIET = Demand(workers=dict.fromkeys(STAGES, 2), busy={"prefill": 0.1, "compress": 0.1})
 TARGET = 0.5
 
 
@@ -29,9 +29,9 @@ def report(busy_s: float, step_age_s: float = 0.0) -> Report:
 
 
 def test_each_stage_is_asked_for_by_its_own_time() -> None:
-    demand = replace(QUIET, busy={"prefill": 1.8, "compress": 0.2, "decode": 0.9})
+    demand = replace(QUIET, busy={"prefill": 1.8, "compress": 0.2}, slots_used=1, worker_slots=4)
     counts = [wanted(stage, demand, TARGET) for stage in STAGES]
-    assert counts == [3.6, 0.4, 1.8]
+    assert counts == [3.6, 0.4, 0.5]
 
 
 def test_work_that_waits_is_to_be_read_in_the_time_that_is_left_for_it() -> None:
@@ -60,7 +60,7 @@ def test_decode_is_asked_for_by_slots_and_by_the_strictest_limit_on_tpot() -> No
     demand = replace(QUIET, slots_used=12, waiting_requests=4, worker_slots=8)
     assert wanted("decode", demand, TARGET) == 4.0
     assert wanted("decode", replace(QUIET, tpot_ratio=1.5), TARGET) == 3.0
-    assert wanted("decode", replace(QUIET, tpot_ratio=0.9), TARGET) == 0.2
+    assert wanted("decode", replace(QUIET, tpot_ratio=0.9), TARGET) == 0.0
 
 
 @given(
@@ -101,8 +101,8 @@ def test_a_load_that_comes_and_goes_is_followed_and_answered_once() -> None:
     for step in range(12):
         if step == 6:
             work = 0.4
-        demand = Demand(workers={"decode": count}, busy={"decode": min(work, count)})
-        count = min(8, max(1, -(-wanted("decode", demand, TARGET) // 1).__int__()))
+        demand = Demand(workers={"prefill": count}, busy={"prefill": min(work, count)})
+        count = min(8, max(1, -(-wanted("prefill", demand, TARGET) // 1).__int__()))
         seen.append(count)
     assert seen == [2, 4, 6, 6, 6, 6, 1, 1, 1, 1, 1, 1]
 
@@ -125,7 +125,7 @@ class ClusterState:
 
 def test_the_books_say_what_waits_and_what_runs() -> None:
     cluster = ClusterState()
-    assert cluster.router.demand(0.0).busy == dict.fromkeys(STAGES, 1.0)  # it has not reported yet
+    assert cluster.router.demand(0.0).busy == {}  # it decodes
     cluster.router.on(report(1.0), "w", 1.0)
     for number in range(3):
         cluster.submit(f"r{number}", 1000, 1.0, Slo(ttft_s=20.0))
@@ -144,3 +144,19 @@ def test_bytes_that_lack_are_said() -> None:
         cluster.submit(f"r{number}", 2000, 1.0, Slo())
     demand = cluster.router.demand(2.5)
     assert 0.0 < demand.fitting < 0.6
+
+
+def test_a_worker_that_decodes_one_request_all_the_time_is_not_one_too_few() -> None:
+    """Three streams on two workers wanted a third one, and so on up to the limit."""
+    router = Scheduler(RouterConfig(), PLAN, 600 << 20, Timeouts())
+    names = dict[str, Stage](p="prefill", c="compress", d1="decode", d2="decode")
+    for name, stage in names.items():
+        register = Register(name=name, address=name, stages=(stage,), max_requests=4, arena="a")
+        router.on(register, name, 0.0)
+        router.on(report(0.0), name, 0.0)
+    router.demand(0.0)
+    for name in names:
+        router.on(report(10.0), name, 10.0)
+    demand = router.demand(10.0)
+    assert demand.busy == {"prefill": 1.0, "compress": 1.0}
+    assert wanted("decode", demand, TARGET) == 0.0

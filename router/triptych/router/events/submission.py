@@ -53,7 +53,7 @@ class Submission:
         if request.method not in ("", *methods):
             self.completion.refuse(request, UnknownMethod(request.method, methods))
             return
-        if not self.byte_model.plan.of_method(request.method).caches_prompts:
+        if self.byte_model.plan.of_method(request.method).merges:
             request = replace(request, cached_at_most=0)
         bound, booking, sizes, whole = self.estimate(request)
         if not len(cluster.requests.queue):

@@ -30,7 +30,6 @@ class AttentionPredictor:
         self._network.frame = RopeFrame(RopeFrame.of_file(file).frequencies.to(device.name))
         self._coordinates = ModelCoordinates.of(plan.policy.kv_rotation, plan.geometry, device.name)
 
-    @torch.inference_mode()
     def write(self, raw: RawTokens, tokens: int, first_layer: int) -> None:
         """Write the predicted sums of a prompt of ``tokens`` tokens into its raw pages.
 

@@ -61,7 +61,6 @@ class PromptMerger:
         """Layout of the pages of merged tokens."""
         return self._layout
 
-    @torch.inference_mode()
     def merge(self, prompts: Sequence[MergedPrompt]) -> None:
         """Write the merged tokens of prompts into their pages.
 

@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input --quiet
 PARTS := core kernels kvpool router workers simulator evals loadgen deployments cli
 SLOW  := slow or integration or e2e or gpu
-OWN   := interpreter
+OWN   := interpreter or conformance
 LONG  := $(addprefix tests/e2e/test_,endings.py replicas.py nodes.py autoscaling.py)
 SLOWEST := --durations=20 --durations-min=5
 

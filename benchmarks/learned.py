@@ -27,13 +27,15 @@ from triptych.workers.compress.learned.chunk_plan import TEXT, Segment, plan_chu
 from triptych.workers.compress.learned.merge_requests import RequestCache, merge_requests
 from triptych.workers.compress.learned.rope_frame import RopeFrame
 from triptych.workers.compress.learned.token_scorer import TokenScorer, score_requests
-from triptych.workers.models.attention_interface import Attend
+from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.facts import describe
 from triptych.workers.models.load import LoadedModel, load
 from triptych.workers.models.store.model_store import resolve
 
 BATCH = 8
 CHUNK_TOKENS = 5
+HIDDEN = 8
+"""Units of the hidden layers of the packaged compressor."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +74,19 @@ class Attention(Attend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int,
-        softcap: float,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        del layer
+        del layer, sinks
         count, heads = query.shape[:2]
         mixed = prefill_attention(
             query.float(),
             key.half(),
             value.half(),
             [0, count],
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            scale=traits.scale,
+            window=traits.window,
+            softcap=traits.softcap,
             significance=torch.zeros(1, heads, count) if self._sums else None,
         )
         return mixed.to(query.dtype)
@@ -115,7 +115,7 @@ def batch_rows(
     """Scorer and mergers on prompts of each length."""
     scorer = TokenScorer(geometry, frame, 64).requires_grad_(False)
     mergers: dict[str, Merger] = {
-        "compressor": GatedMerger(geometry, CHUNK_TOKENS).requires_grad_(False),
+        "compressor": GatedMerger(geometry, CHUNK_TOKENS, HIDDEN).requires_grad_(False),
         "compressor, paper": PaperMerger(geometry, CHUNK_TOKENS).requires_grad_(False),
     }
     rows = list[BatchRow]()

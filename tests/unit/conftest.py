@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.learned import save_networks
 from tests.tiny import save_tiny_model
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,5 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the tiny model."""
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+    """A directory with the tiny model; files of learned networks for it are beside it."""
+    model = save_tiny_model(tmp_path_factory.mktemp("tiny"))
+    save_networks(model)
+    return model

@@ -98,6 +98,10 @@ class PageLayout:
     ``[tokens, groups, 2]`` fp16: scale and zero. 16-bit formats have no metadata and
     keep their keys token by token whatever ``key_order`` says.
 
+    With ``has_bias`` the fifth segment holds a logit bias of each token in place of its score:
+    attention adds it to the scaled, capped logit. A token that stands for k equal ones has log k.
+    Such pages take no more bytes, and their tokens have no scores.
+
     With ``parts`` a page of the pool holds so many small pages of equal size, each with six
     segments of its own. Small page number ``i`` of pool page ``p`` has the id ``p * parts + i``.
 
@@ -114,6 +118,8 @@ class PageLayout:
     key_order: KeyOrder = "channel"
     parts: int = 1
     """Pages of this layout in one page of the pool."""
+    has_bias: bool = False
+    """Whether tokens have a logit bias (float32) in place of a score."""
 
     def __post_init__(self) -> None:
         if self.page_bytes % self.parts:
@@ -145,6 +151,11 @@ class PageLayout:
         """Byte offset of each segment inside the page."""
         ends = self._ends(self.tokens)
         return (0, *ends[:5])
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of one token of one KV head that attention reads."""
+        return self.format.read_bytes(self.head_dim) + 4 * self.has_bias
 
     def pages(self, tokens: int) -> int:
         """Pages of this layout that ``tokens`` tokens of one KV head take."""

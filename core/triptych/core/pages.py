@@ -1,6 +1,6 @@
 """The page plan: the size of a page, and which formats hold which tokens of a request."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from triptych.core.layout import (
     default_page_bytes,
     page_format,
 )
+from triptych.core.learned_files import LearnedFile
 from triptych.core.methods.table import policies_of
 from triptych.core.policy import Policy
 from triptych.core.profile import Profile
@@ -77,13 +78,17 @@ class PagePlan:
         profile: Profile | None = None,
         *,
         is_plain: bool = False,
+        learned: Sequence[LearnedFile] = (),
     ) -> "PagePlan":
         """Resolve the settings that depend on the model.
 
-        ``is_plain``: whether its layers can be run a few at a time.
+        ``is_plain``: whether its layers can be run a few at a time. ``learned``: files of networks
+        for it.
         """
         page = config.pool.page_bytes
-        default, *others = policies_of(config.compressor, profile)
+        default, *others = policies_of(config.compressor, profile, learned)
+        for policy in (default, *others):
+            _check_selection(config, policy)
         plan = cls(
             geometry,
             default_page_bytes(geometry.head_dim, on_disk=bool(config.pool.arena_path))
@@ -146,6 +151,12 @@ class PagePlan:
         for name in ("fp16", self.policy.high_format, self.policy.low_format):
             if name is not None:
                 self._layout(name)
+        chunk, most = self.policy.merged_tokens, self.retire_tokens
+        if self.merges and chunk > most:
+            raise ConfigError(
+                f"compressor.learned: a network that merges {chunk} tokens; at most {most} with "
+                f"pool.page_bytes={self.page_bytes}"
+            )
 
     def check_capacity(self, capacity_bytes: int) -> None:
         """Raise ConfigError when the pool cannot hold even one short request."""
@@ -182,7 +193,7 @@ class PagePlan:
     @cached_property
     def high(self) -> PageLayout:
         """Layout of pages for significant and new tokens; raw pages if the policy keeps 16 bits."""
-        return self._layout(self.policy.high_format)
+        return replace(self._layout(self.policy.high_format), has_bias=self.merges)
 
     @cached_property
     def low(self) -> PageLayout | None:
@@ -201,6 +212,11 @@ class PagePlan:
     def compresses(self) -> bool:
         """False if the policy keeps 16 bits: then raw pages are the final ones."""
         return self.policy.is_quantized
+
+    @property
+    def merges(self) -> bool:
+        """Whether tokens of prompts are merged. Their high pages have biases."""
+        return self.policy.merger is not None
 
     @cached_property
     def sink_tokens(self) -> int:
@@ -221,14 +237,20 @@ class PagePlan:
         ``tokens``: length of the prompt. The tokens behind the sink leave if they are older than
         the window and fill high pages, or so much of the last one that it takes no more bytes
         than they do in recent pages. Behind fixed pages, which end with a block, pages are filled
-        from there on.
+        from there on. Tokens that are merged leave in whole chunks.
         """
         if not self.compresses:
             return 0
         ready = max(0, tokens - self.sink_tokens - self.policy.window_tokens)
         has_blocks = self.has_fixed_pages and self.sink_tokens + ready >= self.block_tokens
-        rest = (ready + self.sink_shift * has_blocks) % self.high.tokens
-        return ready if rest >= self.retire_tokens else max(0, ready - rest)
+        chunk = self.policy.merged_tokens
+        rest = (ready + self.sink_shift * has_blocks) % (self.high.tokens * chunk)
+        leaving = ready if rest >= self.retire_tokens else max(0, ready - rest)
+        return leaving // chunk * chunk
+
+    def encoded_tokens(self, leaving: int) -> int:
+        """High and low tokens of each head row, dropped ones included, of ``leaving`` tokens."""
+        return leaving // self.policy.merged_tokens
 
     def recent_pages(self, tokens: int) -> int:
         """Most recent pages of a head row of ``tokens`` tokens after compression."""
@@ -248,11 +270,11 @@ class PagePlan:
     def layers_of(self, prompt_tokens: int) -> int:
         """Layers of a prompt that are prefilled, handed over and encoded at a time.
 
-        All layers if the prompt fits one step, or if a single layer is more work than a step. No
-        step computes more than ``chunk_tokens`` tokens in all layers.
+        All layers if the prompt fits one step, if a single layer is more work than a step, or if
+        tokens are merged. No step computes more than ``chunk_tokens`` tokens in all layers.
         """
         every = self.geometry.layers
-        is_whole = not (self.layers_at_once and self.compresses)
+        is_whole = not (self.layers_at_once and self.compresses) or self.merges
         if is_whole or prompt_tokens <= self.chunk_tokens:
             return every
         of_a_step = self.chunk_tokens * every // prompt_tokens
@@ -261,7 +283,7 @@ class PagePlan:
     @property
     def layer_group_bounds(self) -> tuple[int, ...]:
         """Prompt lengths between which ``layers_of`` is constant: it may change after each."""
-        if not (self.layers_at_once and self.compresses):
+        if not (self.layers_at_once and self.compresses) or self.merges:
             return ()
         every = self.geometry.layers
         steps = {self.chunk_tokens * every // layers for layers in range(1, every + 1)}
@@ -283,12 +305,21 @@ class PagePlan:
         return BLOCK_PAGES * self.high.tokens
 
     @property
+    def caches_prompts(self) -> bool:
+        """Whether requests read and write the prefix cache.
+
+        Prefill reads the keys of a cached prefix token by token and without biases, so merged
+        tokens cannot be one; and chunks that are merged depend on where the prompt ends.
+        """
+        return self.prefix_bytes > 0 and not self.merges
+
+    @property
     def shares(self) -> bool:
         """Whether a request may read pages of a cached prefix in place.
 
         Raw pages are always copied, because a request also writes its newest tokens to them.
         """
-        return self.share_pages and self.compresses and self.prefix_bytes > 0
+        return self.share_pages and self.compresses and self.caches_prompts
 
     @property
     def rounds_prompts(self) -> bool:
@@ -296,7 +327,7 @@ class PagePlan:
 
         16-bit blocks come back from the cache as they were computed.
         """
-        return self.repeatable_prompts and self.compresses and self.prefix_bytes > 0
+        return self.repeatable_prompts and self.compresses and self.caches_prompts
 
     @property
     def has_fixed_pages(self) -> bool:
@@ -382,6 +413,17 @@ class PagePlan:
     def raw_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of ``tokens`` tokens in 16 bits, without page overhead."""
         return tokens * self.geometry.head_rows * self.geometry.head_dim * 4
+
+
+def _check_selection(config: AppConfig, policy: Policy) -> None:
+    """Raise ConfigError if pages with biases would be ranked: summaries are of keys alone."""
+    how = config.decode.selection.method
+    if policy.merger is not None and how != "none":
+        raise ConfigError(
+            f"compressor.methods: {policy.name!r} with decode.selection.method={how}: selection "
+            "ranks pages by their keys, and merged tokens have biases beside them; serve the "
+            "method without selection"
+        )
 
 
 def _head_budgets(config: AppConfig, profile: Profile | None) -> bytes:

@@ -6,4 +6,7 @@ not import methods.
 
 from triptych.core.registry import PluginNames
 
-POLICY_NAMES = PluginNames(kind="compression_policies", builtin=("uniform", "diffkv", "leankv"))
+POLICY_NAMES = PluginNames(
+    kind="compression_policies",
+    builtin=("uniform", "diffkv", "leankv", "learned:merge", "learned:paper", "learned:score"),
+)

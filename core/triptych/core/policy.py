@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
 from triptych.core.layout import page_format
+from triptych.core.learned_files import LearnedFile
 from triptych.core.profile import Profile, Settings
 
 T = TypeVar("T", str, int, float)
@@ -37,6 +38,9 @@ class Policy:
     receive less than that share of all attention are not high, or not low. Then output tokens stay
     high, since such shares do not classify a single token. In a uniform policy all tokens are high.
 
+    With a ``merger``, tokens of a prompt that are neither sink nor window are merged, and have
+    biases in place of scores.
+
     Source: DiffKV, section 4 (thresholds relative to the mean weight 1/n, a window of 64 high
             tokens). Sink and window with more bits are ours (docs/log.md)
     """
@@ -58,6 +62,10 @@ class Policy:
     score_every: int = 0
     """Output tokens between two updates of the scores; 0: scores are not updated."""
     kv_rotation: KVRotation = KVRotation()
+    merger: LearnedFile | None = None
+    """The network that merges tokens; None: none are merged."""
+    scorer: LearnedFile | None = None
+    """The network that scores prompt tokens; None: their attention is summed, if it is needed."""
     version: int = 1
     """Version of the method (``methods.composition``)."""
 
@@ -68,6 +76,9 @@ class Policy:
         high, low = self.alpha_high, self.alpha_low
         require(high >= 0, "compressor.alpha_high", high, ">= 0")
         require(0 <= low <= high, "compressor.alpha_low", low, f"0 to alpha_high ({high})")
+        if self.merger is not None:
+            expected = f"a quantized format with {self.name}"
+            require(self.is_quantized, "compressor.high_format", self.high_format, expected)
         if self.low_format is None:
             return
         above, below = page_format(self.high_format), page_format(self.low_format)
@@ -96,9 +107,25 @@ class Policy:
         return self.score_every > 0 and self.low_format is not None
 
     @property
-    def needs_significance(self) -> bool:
+    def merged_tokens(self) -> int:
+        """Tokens of a prompt that become one; 1: none are merged."""
+        return self.merger.chunk_tokens if self.merger else 1
+
+    @property
+    def classifies_tokens(self) -> bool:
         """Whether tokens are classified by the attention that they receive."""
         return self.low_format is not None and max(self.alpha_high, self.mass_high) > 0
+
+    @property
+    def needs_significance(self) -> bool:
+        """Whether prompt tokens are classified or merged by the attention that they receive."""
+        pools = self.merger is not None and self.merger.kind == "merger"
+        return self.classifies_tokens or pools
+
+    @property
+    def needs_attention_sums(self) -> bool:
+        """Whether prefill sums that attention; else a network predicts it, or nothing needs it."""
+        return self.needs_significance and self.scorer is None
 
 
 def two_classes(config: CompressorConfig, profile: Profile | None) -> Policy:

@@ -113,7 +113,9 @@ class Profile:
 
     def fidelity_of(self, config: AppConfig) -> dict[str, tuple[Fidelity, ...]]:
         """The measurements of each method, if the settings are those that were measured."""
-        given = replace(config.compressor, actor=ActorConfig(), profile="auto", methods=())
+        given = replace(
+            config.compressor, actor=ActorConfig(), profile="auto", methods=(), learned=("auto",)
+        )
         steps = [plugin for plugin in config.decode.steps if plugin.enabled]
         plain = config.decode.selection.method == "none" and not steps
         if not plain or given != CompressorConfig():

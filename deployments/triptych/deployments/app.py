@@ -35,6 +35,7 @@ from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport.run_dir import new_run_dir
 from triptych.kvpool import Access
 from triptych.router import check_policies
+from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.decode.plugins import offers_of
 from triptych.workers.factory import actor_config
 from triptych.workers.models.compression_profile import find_profile
@@ -78,7 +79,13 @@ def make_plan(config: AppConfig) -> AppPlan:
     facts = describe(path)
     open_tokenizer(path)  # writes the cached tokenizer that the ingress loads
     profile, one = find_profile(config, facts), shard_of(config, 0)
-    pages = PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain)
+    pages = PagePlan.of(
+        one,
+        facts.geometry,
+        profile,
+        is_plain=facts.is_plain,
+        learned=find_networks(config, facts),
+    )
     plan = AppPlan(
         config=one,
         model_path=path,

@@ -60,7 +60,7 @@ class Segments:
     values: Tensor
     value_metadata: Tensor
     scores: Tensor
-    """float32 [P, T]."""
+    """float32 [P, T]: scores, or logit biases if the layout has them."""
     positions: Tensor
     """int32 [P, T]."""
 

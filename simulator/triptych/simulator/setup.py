@@ -161,7 +161,7 @@ class Cluster:
         if not plan.compresses:
             return recent
         if plan.low is None:
-            coded = plan.high.pages(encoded)
+            coded = plan.high.pages(plan.encoded_tokens(encoded))
         else:
             high = round(encoded * self.high_share) - lowered
             coded = plan.high.pages(high) + plan.low.pages(encoded - high)

@@ -24,6 +24,7 @@ from typing import Any, Self, cast
 import torch
 
 from tests.integration.faults.points import EXIT_CODE, POINTS, TAKEOVER, Board, watch_points
+from tests.learned import networks_beside
 from tests.tiny import DIFFKV
 from triptych.cli.pool import pool_at
 from triptych.core.config import AppConfig
@@ -97,6 +98,7 @@ class Cluster:
                 **DIFFKV,
                 "alpha_low": 0.008,
                 "methods": list(methods),
+                "learned": networks_beside(model),
                 **classes,
             },
             "prefill": {"actor": {"threads": 1, **each}, **parts},

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.integration.faults.cluster import Answer, Cluster
+from tests.learned import save_networks
 from tests.tiny import save_tiny_model
 from triptych.core.messages import Request, Sampling
 
-METHODS = ("uniform:k8v4", "uniform:k4v2", "uniform:fp16")
+METHODS = ("uniform:k8v4", "learned:merge", "uniform:fp16")
 CLIENTS, ANSWER_TOKENS = 16, 60
 
 
@@ -27,7 +28,9 @@ async def crowd(cluster: Cluster) -> list[Answer]:
 
 @pytest.mark.timeout(240)
 async def test_no_answer_is_lost_or_wrong_and_no_page_is_held(tmp_path: Path) -> None:
-    async with Cluster(save_tiny_model(tmp_path), methods=METHODS) as cluster:
+    model = save_tiny_model(tmp_path / "tiny")
+    save_networks(model)
+    async with Cluster(model, methods=METHODS) as cluster:
         alone = [await cluster.answer(request(n)) for n in range(CLIENTS)]
         assert {one.ending for one in alone} == {"length"}
         for role in ("decode", "compress"):

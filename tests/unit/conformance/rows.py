@@ -3,14 +3,18 @@
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.learned import CHUNK_TOKENS, networks_beside
 from tests.tiny import DIFFKV
 from tests.unit.workers.decode.test_resume import Client, Stages
 from triptych.core.layout import FORMATS
+from triptych.core.learned_files import LearnedFile, NetworkKind
 from triptych.core.messages import (
     Compress,
     Compressed,
@@ -37,9 +41,22 @@ Tokens = list[tuple[str, Tensor, Tensor, Tensor]]
 """Of each run: its format, and keys, values and positions of its tokens."""
 
 
-def settings_of(method: str) -> Mapping[str, object]:
-    """Settings by which every class of tokens occurs within a few tokens."""
-    return {**DIFFKV, "policy": method, "mass_high": 0.4, "mass_low": 0.1}
+FILES = tuple(
+    LearnedFile(
+        path="", kind=kind, tensors="", chunk_tokens=0 if kind == "scorer" else CHUNK_TOKENS
+    )
+    for kind in get_args(NetworkKind)
+)
+"""One of each kind, for plans that nothing runs by."""
+
+
+def settings_of(method: str, model: Path | None = None) -> Mapping[str, object]:
+    """Settings by which every class of tokens occurs within a few tokens.
+
+    ``model``: where learned networks are beside it.
+    """
+    learned = [] if model is None else networks_beside(model)
+    return {**DIFFKV, "policy": method, "mass_high": 0.4, "mass_low": 0.1, "learned": learned}
 
 
 def compress(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.conformance.rows import (
+    FILES,
     METHOD_NAMES,
     answer,
     by_reference,
@@ -44,9 +45,19 @@ LENGTHS = (1, 2, 5, 31, 64, 131)
 ANSWER = 24
 
 
-@pytest.fixture(scope="module", params=METHOD_NAMES)
+ALIKE = ("learned:paper", "learned:score")
+"""Methods that differ from ``learned:merge`` and ``diffkv`` in one part, which has tests."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.conformance] if name in ALIKE else [])
+        for name in METHOD_NAMES
+    ],
+)
 def stages(request: pytest.FixtureRequest, tiny_model: Path) -> Stages:
-    return Stages.of(tiny_model, settings_of(request.param))
+    return Stages.of(tiny_model, settings_of(request.param, tiny_model))
 
 
 def requests(lengths: tuple[int, ...] = LENGTHS) -> list[Request]:
@@ -90,6 +101,12 @@ def test_every_token_is_stored_once_or_dropped_in_pages_of_the_methods_formats(
         sink, window = min(count, plan.sink_tokens), plan.policy.window_tokens
         assert held[:, :sink].all()
         assert held[:, count - min(count, window) :].all()
+        if plan.merges:
+            leaving, chunk = plan.leaving_tokens(count), plan.policy.merged_tokens
+            merged = held[:, sink : sink + leaving].reshape(rows, -1, chunk)
+            assert (merged == [0] * (chunk - 1) + [1]).all(), "the newest of a chunk stands for it"
+            assert held[:, sink + leaving :].all()
+            continue
         may_drop = max(plan.policy.alpha_low, plan.policy.mass_low) > 0
         assert may_drop or held.all()
     drop(stages, asked)
@@ -228,11 +245,12 @@ def test_parts_say_what_they_do_and_what_they_need(row: str) -> None:
     method = METHODS.load(row)
     assert isinstance(method, Method)
     policy = plan_of("uniform:k8v4" if row == "uniform" else row).policy
-    assert policy.needs_significance == ("attention_sums" in method.needs)
+    assert policy.needs_attention_sums == ("attention_sums" in method.needs)
+    assert (policy.merger is not None) == ("merges_tokens" in method.traits)
     assert (policy.low_format is not None) == ("requantizes_tokens" in method.traits)
     assert policy.kv_rotation.rotated == ("mixes_channels" in method.traits)
 
 
 def plan_of(name: str) -> PagePlan:
     config = AppConfig.from_mapping({"compressor": {"profile": "none", **settings_of(name)}})
-    return PagePlan.of(config, Geometry(layers=2, kv_heads=2, head_dim=64))
+    return PagePlan.of(config, Geometry(layers=2, kv_heads=2, head_dim=64), learned=FILES)

@@ -1,6 +1,7 @@
 """Compression methods: parts that cannot stand together, and methods that share a pool."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from triptych.core.config import AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError, UnknownMethod
 from triptych.core.layout import Geometry
+from triptych.core.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.composition import PROVIDED, RULES, Method, Part, Trait
 from triptych.core.methods.parts import ATTENTION, EVERY_TOKEN, HADAMARD, ONE_RANGE
 from triptych.core.methods.table import METHODS, policies_of
@@ -115,7 +117,55 @@ def test_every_row_of_the_table_is_a_method_of_its_name(name: str) -> None:
     assert isinstance(found, Method)
     assert (found.name, found.version) == (name, 1)
     assert found.idea
-    found.check_needs(PROVIDED)
+    found.check_needs(PROVIDED, get_args(NetworkKind))
+
+
+def test_a_network_serves_the_methods_of_its_kind_alone() -> None:
+    scorer = LearnedFile(path="s", kind="scorer", tensors="")
+    config = AppConfig.from_mapping({"compressor": {"methods": ["learned:score"]}})
+    found = PagePlan.of(config, GEOMETRY, learned=[scorer]).of_method("learned:score")
+    assert found.policy.scorer is scorer
+    assert not found.policy.needs_attention_sums
+    for name in ("learned:merge", "learned:paper"):
+        config = AppConfig.from_mapping({"compressor": {"methods": [name]}})
+        with pytest.raises(ConfigError, match=rf"'{name}': merger .* needs training, .*'triptych"):
+            PagePlan.of(config, GEOMETRY, learned=[scorer])
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 66, 92, 150, 229, 230, 1024])
+@pytest.mark.parametrize("chunk", [2, 3, 5])
+def test_tokens_are_merged_in_whole_chunks_and_the_rest_stays_recent(
+    prompt: int, chunk: int
+) -> None:
+    file = LearnedFile(path="m", kind="merger", tensors="", chunk_tokens=chunk)
+    config = AppConfig.from_mapping({"compressor": {"policy": "learned:merge"}})
+    found = PagePlan.of(config, GEOMETRY, learned=[file])
+    leaving = found.leaving_tokens(prompt)
+    assert leaving % chunk == 0
+    assert found.encoded_tokens(leaving) * chunk == leaving
+    recent = prompt - leaving
+    assert min(prompt, found.sink_tokens + 64) <= recent < found.full_recent_tokens
+    assert found.high.has_bias
+    assert not found.recent.has_bias
+    assert not any((found.caches_prompts, found.shares, found.rounds_prompts))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "settings", "says"),
+    [
+        (200, {}, "merges 200 tokens; at most 24"),
+        (5, {"compressor": {"high_format": "fp16"}}, "a quantized format with learned:merge"),
+        (5, {"decode": {"selection": {"method": "box"}}}, "selection ranks pages by their keys"),
+    ],
+)
+def test_merging_that_cannot_be_served_is_refused_at_start(
+    chunk: int, settings: dict[str, dict[str, object]], says: str
+) -> None:
+    file = LearnedFile(path="m", kind="merger", tensors="", chunk_tokens=chunk)
+    compressor = {"policy": "learned:merge", **settings.get("compressor", {})}
+    config = AppConfig.from_mapping({**settings, "compressor": compressor})
+    with pytest.raises(ConfigError, match=says):
+        PagePlan.of(config, GEOMETRY, learned=[file])
 
 
 def test_a_plan_has_the_plans_of_all_methods_and_they_differ_in_the_policy_alone() -> None:

@@ -36,6 +36,8 @@ class Stored:
     value: Tensor
     positions: Tensor
     """int32 [S, KH, N]; -1 beyond the end."""
+    bias: Tensor
+    """float64 [S, KH, N]; 0 if the layout has no biases."""
 
 
 class Cache:
@@ -56,18 +58,22 @@ class Cache:
         order: KeyOrder = "channel",
         first_position: int = 0,
         vectors: tuple[Tensor, Tensor] | None = None,
+        has_bias: bool = False,
     ) -> Stored:
         """Store ``counts[slot][head]`` tokens, random ones if no [S, KH, N, d] are given.
 
-        ``name``: a format, or ``k8v8/8`` for small pages, eight in one of the arena.
+        ``name``: a format, or ``k8v8/8`` for small pages, eight in one of the arena. ``has_bias``:
+        tokens have random logit biases.
         """
         form, _, divided = name.partition("/")
         parts = int(divided or 1)
-        layout = PageLayout(FORMATS[form], self.head_dim, self.page_bytes, order, parts)
+        layout = PageLayout(FORMATS[form], self.head_dim, self.page_bytes, order, parts, has_bias)
         tokens = torch.tensor(counts, dtype=torch.int32)
         longest = max(1, int(tokens.max()))
         pages = torch.full((*tokens.shape, layout.pages(longest)), 2**30, dtype=torch.int32)
         key, value = vectors or torch.randn(2, *tokens.shape, longest, self.head_dim)
+        shape = (*tokens.shape, longest)
+        bias = torch.randn(shape) * 2 if has_bias else torch.zeros(shape)
         for slot, row in enumerate(counts):
             for head, count in enumerate(row):
                 wanted = layout.pool_pages(layout.pages(count))
@@ -84,12 +90,15 @@ class Cache:
                     taken[token // layout.tokens][:, None],
                     (token % layout.tokens).int()[:, None],
                     (token + first_position).int(),
+                    bias[slot, head, :count, None],
                 )
         loaded = load_tokens.on("reference")(
             self.arena, layout, pages.flatten(0, 1), tokens.flatten()
         )
         keys, values, positions = (part.view(*tokens.shape, *part.shape[1:]) for part in loaded)
-        return Stored(Section(layout, pages, tokens), keys.double(), values.double(), positions)
+        bias = bias[..., : keys.shape[2]].double().where(positions >= 0, 0.0)
+        section = Section(layout, pages, tokens)
+        return Stored(section, keys.double(), values.double(), positions, bias)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import log
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder
 from triptych.kernels import Section, decode_attention
+from triptych.kernels.pages import segments
 
 BACKENDS = [name for name in decode_attention.backends if name != "cuda"]
 """Backends on the CPU; tests of the GPU backend are in ``gpu/``."""
@@ -28,14 +30,15 @@ def dense(
     positions: Tensor | None = None,
 ) -> Tensor:
     """Dense attention in float64 over the decoded contents of pages (``conftest.Stored``)."""
-    key, value, known = (
+    key, value, known, bias = (
         torch.cat([getattr(part, name)[slots.long()] for part in stored], 2)
-        for name in ("key", "value", "positions")
+        for name in ("key", "value", "positions", "bias")
     )
     rows, heads, dim = query.shape
     logits = query.double().view(rows, key.shape[1], -1, dim) @ key.transpose(2, 3) * scale
     if softcap > 0:
         logits = softcap * (logits / softcap).tanh()
+    logits = logits + bias[:, :, None]
     visible = known >= 0
     if positions is not None:
         visible = visible & (positions[:, None, None] - known < window)
@@ -113,6 +116,40 @@ def test_small_pages_are_one_softmax_with_whole_ones(
         cache.fill("k8v4", [[90, 0, 33], [0, 0, 1]]),
     ]
     check(backend, cache, torch.randn(2, 9, head_dim), stored)
+
+
+@pytest.mark.parametrize("order", ["token", "channel"])
+@pytest.mark.parametrize("byte", [0xFF, None])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_biases_are_added_to_logits_after_the_cap(
+    backend: str, name: str, byte: int | None, order: KeyOrder, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, byte=byte)
+    stored = [
+        cache.fill(name, [[90, 20], [1, 33]], order=order, has_bias=True),
+        cache.fill("k8v8/8", [[7, 3], [2, 11]], order="token"),
+    ]
+    query = torch.randn(2, 6, 64)
+    check(backend, cache, query, stored)
+    options = {"positions": torch.tensor([60, 30], dtype=torch.int32), "window": 45}
+    check(backend, cache, query, stored, softcap=2.0, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_k_equal_tokens_are_one_with_bias_log_k(backend: str, new_cache: NewCache) -> None:
+    cache, query, slots = new_cache(64), torch.randn(1, 2, 64), torch.zeros(1, dtype=torch.int32)
+    one, others = cache.fill("fp16", [[1, 1]]), cache.fill("fp16", [[9, 9]])
+    five = cache.fill("fp16", [[5, 5]], vectors=(one.key.float().expand(1, 2, 5, 64),) * 2)
+    merged = cache.fill("fp16", [[1, 1]], vectors=(one.key.float(),) * 2, has_bias=True)
+    page = merged.section.pages[0, :, 0].long()
+    segments(cache.arena, merged.section.layout).scores[page, 0] = log(5)
+    attend = decode_attention.on(backend)
+    found = [
+        attend(query, cache.arena, [part.section, others.section], slots, scale=0.125)
+        for part in (five, merged)
+    ]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["fp16", "k8v4"])

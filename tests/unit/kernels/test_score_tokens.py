@@ -42,6 +42,24 @@ def scores_of(arena: Tensor, stored: Any) -> Tensor:
     return segments(arena, section.layout).scores[pages, rows].where(live, 0.0)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_biases_are_no_scores(backend: str, new_cache: NewCache) -> None:
+    cache = new_cache(64)
+    merged = cache.fill("k8v4", [[40, 7]], has_bias=True)
+    plain = cache.fill("k8v4", [[9, 33]])
+    sections, slots = [merged.section, plain.section], torch.zeros(1, dtype=torch.int32)
+    query, lse = torch.randn(1, 4, 64), torch.empty(1, 4)
+    decode_attention.on(backend)(query, cache.arena, sections, slots, scale=0.125, lse=lse)
+    options = {"scale": 0.125, "weight": 1.0}
+    for some in (sections, sections[:1]):
+        score_tokens.on(backend)(query, cache.arena, some, slots, lse, **options)
+    torch.testing.assert_close(scores_of(cache.arena, merged).double(), merged.bias)
+    weights = (logits(query, plain, 0.125, 0.0) - lse.view(1, 2, 2, 1)).exp().amax(2)
+    torch.testing.assert_close(
+        scores_of(cache.arena, plain).double(), weights, rtol=1e-4, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_grow_by_the_largest_weight_of_the_group(

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.router.driver import MODEL, Driver, request
-from triptych.core.messages import Compress, Failed
+from triptych.core.learned_files import LearnedFile
+from triptych.core.messages import Compress, Failed, Prefill
 from triptych.core.policy import Policy
 from triptych.router import ByteModel
 from triptych.router.models.prompt_blocks import PromptToPlace
@@ -42,6 +43,20 @@ def test_the_compressor_is_told_the_method() -> None:
         one for send in sends if isinstance(send.message, Compress) for one in send.message.items
     ]
     assert [item.method for item in items] == [FP16.name]
+
+
+def test_prompts_that_will_be_merged_neither_use_cached_prefixes_nor_wait_for_them() -> None:
+    file = LearnedFile(path="m", kind="merger", tensors="", chunk_tokens=5)
+    merged = Policy(name="learned:merge", high_format="k8v4", merger=file)
+    plan = replace(PLAN, prefix_bytes=1 << 24, others=(merged,))
+    for method, limit in (("", None), (merged.name, 0)):
+        driver = Driver("P", "C", "D", plan=plan)
+        asked = replace(request(prompt=500), method=method)
+        sends = driver.bring_to("prefilling", asked)
+        (prefill,) = [send.message for send in sends if isinstance(send.message, Prefill)]
+        assert [one.cached_at_most for one in prefill.requests] == [limit]
+        keys = PromptToPlace(prefill.requests[0], 0.0, PLAN.block_tokens).block_keys()
+        assert bool(keys) == (limit is None)
 
 
 def test_an_unknown_method_is_refused_and_books_nothing() -> None:

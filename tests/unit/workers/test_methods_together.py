@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.learned import networks_beside
 from tests.tiny import DIFFKV
 from tests.unit.workers.test_local_server import greedy, prompt
 from triptych.core.config import AppConfig
@@ -74,6 +75,36 @@ def test_twenty_requests_of_five_methods_answer_as_each_does_alone(tiny_model: P
     assert names == [one.method or "diffkv" for one in asked]
     sizes = {name: [r.stored_bytes for r in reports if r and r.policy == name] for name in names}
     assert sum(sizes["uniform:fp16"]) > sum(sizes["uniform:k8v4"]) > sum(sizes["uniform:k4v2"])
+
+
+LEARNED = ("", "learned:merge", "learned:paper", "learned:score")
+
+
+def test_sixteen_requests_of_which_twelve_use_networks_answer_as_each_does_alone(
+    tiny_model: Path,
+) -> None:
+    """With a prefix cache, which merged prompts neither read nor enter."""
+    pool = {"kv_cache_memory_bytes": 64 * MB, "extent_pages": 64, "prefix_bytes": 16 * MB}
+    compressor = {**DIFFKV, "methods": LEARNED[1:], "learned": networks_beside(tiny_model)}
+    with LocalServer(config(pool=pool, compressor=compressor), tiny_model) as server:
+        asked = [
+            replace(
+                server.request(prompt(60 + 31 * (n // 4)), greedy(40)),
+                method=LEARNED[n % 4],
+                session=f"s{n}",
+            )
+            for n in range(16)
+        ]
+        together = server.complete(asked)
+        alone = [server.complete([again(server, one)])[0] for one in asked]
+    assert tokens_of(together) == tokens_of(alone)
+    sizes = dict.fromkeys(LEARNED, 0)
+    for one, first, second in zip(asked, together, alone, strict=True):
+        assert first.report is not None
+        sizes[one.method] += first.report.stored_bytes + first.report.shared_bytes
+        is_cached = second.cached_tokens > 0
+        assert is_cached == (one.method in ("", "learned:score") and len(one.prompt) > 64)
+    assert sizes["learned:merge"] == sizes["learned:paper"] < sizes[""]
 
 
 @pytest.mark.parametrize("method", EVERY)

@@ -44,6 +44,7 @@ from triptych.core.pages import PagePlan
 from triptych.kvpool import DiskSettings, LocalPool, PrefixSettings
 from triptych.router import AttemptTable, RequestTrace, Timeouts, Windows
 from triptych.router.replay import end_recording, open_scheduler
+from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.core_scheduler import SharedCores
 from triptych.workers.decode.plugins import offers_of
 from triptych.workers.device import Device
@@ -118,7 +119,11 @@ class LocalServer:
         path = model_path or resolve(config.model.name)
         facts = describe(path)
         self.plan = PagePlan.of(
-            config, facts.geometry, find_profile(config, facts), is_plain=facts.is_plain
+            config,
+            facts.geometry,
+            find_profile(config, facts),
+            is_plain=facts.is_plain,
+            learned=find_networks(config, facts),
         )
         # Raises if the plug-ins do not fit the policy or the model.
         offers_of(config.decode, self.plan.policy, can_exit=facts.is_plain)

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -13,6 +13,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.pages import NEAR_SHARE
 
 if TYPE_CHECKING:
+    from triptych.core.learned_files import LearnedFile
     from triptych.core.profile import Profile
     from triptych.workers.models.traits import ModelShape
 
@@ -60,7 +61,8 @@ def plan(
     from triptych.cli.checks.sizing import Load, app_plan, fits, sizes
 
     settings = _settings(config, model)
-    shape, profile, is_plain = _shape(settings)
+    known = _known(settings)
+    shape, profile, is_plain = known.shape, known.profile, known.is_plain
     weights_bytes = _weights_bytes(settings, shape, "cuda" if gpus else "cpu", is_plain=is_plain)
     if gpus:
         settings = _with_capacity(
@@ -70,8 +72,17 @@ def plan(
         settings = _with_capacity(settings, byte_count(memory))
     load = Load(prompt_tokens, answer_tokens)
     context = settings.context_tokens(shape.context_tokens)
-    found = fits(settings, shape.geometry, context, load, profile, is_plain=is_plain)
-    needs = sizes(app_plan(settings, shape.geometry, context, profile), weights_bytes)
+    found = fits(
+        settings,
+        shape.geometry,
+        context,
+        load,
+        profile,
+        is_plain=is_plain,
+        learned=known.learned,
+    )
+    pages = app_plan(settings, shape.geometry, context, profile, learned=known.learned)
+    needs = sizes(pages, weights_bytes)
     data = {
         "model": settings.model.name,
         "geometry": asdict(shape.geometry),
@@ -129,19 +140,29 @@ def _settings(path: Path | None, model: str | None) -> AppConfig:
     return settings if model is None else replace(settings, model=ModelConfig(name=model))
 
 
-def _shape(settings: AppConfig) -> "tuple[ModelShape, Profile | None, bool]":
-    """Shape, profile and whether the layers are plain. With config.json alone there is no profile,
-    and layers do not count as plain."""
+class Known(NamedTuple):
+    """What is known of a model. With config.json alone there are no profile and no networks, and
+    its layers do not count as plain."""
+
+    shape: "ModelShape"
+    profile: "Profile | None" = None
+    is_plain: bool = False
+    learned: "tuple[LearnedFile, ...]" = ()
+
+
+def _known(settings: AppConfig) -> Known:
+    from triptych.workers.compress.learned.known_networks import find_networks
     from triptych.workers.models.compression_profile import find_profile
     from triptych.workers.models.facts import describe, shape_of
     from triptych.workers.models.store.model_store import resolve
 
     path = Path(settings.model.name).expanduser()
     if path.is_dir() and not any(path.glob("*.safetensors")):
-        return shape_of(path), None, False
+        return Known(shape_of(path))
     path = resolve(settings.model.name, allow_download=False)
     facts = describe(path)
-    return shape_of(path), find_profile(settings, facts), facts.is_plain
+    learned = find_networks(settings, facts)
+    return Known(shape_of(path), find_profile(settings, facts), facts.is_plain, learned)
 
 
 def _weights_bytes(settings: AppConfig, shape: "ModelShape", device: str, *, is_plain: bool) -> int:

@@ -1,6 +1,6 @@
 """Capacity of a pool in pages, tokens and requests, by policy, from the page layouts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from triptych.cli.checks.diagnosis import processes_bytes
 from triptych.core.config import MIB, AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry
+from triptych.core.learned_files import LearnedFile
 from triptych.core.pages import PagePlan
 from triptych.core.profile import Profile
 from triptych.core.shards import shard_of
@@ -94,8 +95,11 @@ def fits(
     profile: Profile | None,
     *,
     is_plain: bool = False,
+    learned: Sequence[LearnedFile] = (),
 ) -> list[Fit]:
-    """Requests that fit in the pool of ``config``, by policy; ``is_plain``: as for ``PagePlan.of``.
+    """Requests that fit in the pool of ``config``, by policy.
+
+    ``is_plain``, ``learned``: as for ``PagePlan.of``.
 
     Raises: ConfigError if the pool is too small for the model, or the load for its context
     """
@@ -104,10 +108,11 @@ def fits(
             f"--prompt-tokens={load.prompt_tokens} and --answer-tokens={load.answer_tokens}: "
             f"together they exceed the model's context of {context_tokens} tokens"
         )
-    return [
-        _fit(app_plan(each, geometry, context_tokens, profile, is_plain=is_plain), load, profile)
+    plans = [
+        app_plan(each, geometry, context_tokens, profile, is_plain=is_plain, learned=learned)
         for each in policies(config, profile)
     ]
+    return [_fit(plan, load, profile) for plan in plans]
 
 
 def app_plan(
@@ -117,6 +122,7 @@ def app_plan(
     profile: Profile | None,
     *,
     is_plain: bool = False,
+    learned: Sequence[LearnedFile] = (),
 ) -> AppPlan:
     """The application plan of the first shard, without addresses.
 
@@ -126,7 +132,7 @@ def app_plan(
     plan = AppPlan(
         config=one,
         model_path=Path(),
-        pages=PagePlan.of(one, geometry, profile, is_plain=is_plain),
+        pages=PagePlan.of(one, geometry, profile, is_plain=is_plain, learned=learned),
         context_tokens=context_tokens,
         revision="",
         run_dir=Path(),

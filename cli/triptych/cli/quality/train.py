@@ -181,13 +181,14 @@ class Bars:
 
 
 def _run(output: Path, json_file: Path | None, train: Callable[[Progress], "Trained"]) -> None:
-    host, started = host_info(), time.monotonic()
+    host, started, cpu = host_info(), time.monotonic(), time.process_time()
     bars = progress_bars(24)
     with bars:
         found = train(bars)
     seconds = round(time.monotonic() - started, 1)
     if json_file:
-        write_json({"host": host, "seconds": seconds, **found.as_json()}, json_file)
+        times = {"seconds": seconds, "cpu_seconds": round(time.process_time() - cpu, 1)}
+        write_json({"host": host, **times, **found.as_json()}, json_file)
     rows = [(name.replace("_", " "), value) for name, value in asdict(found.report).items()]
     console.print(make_table(("held-out documents", ""), rows))
     notes.print(f"wrote {output} in {seconds:g} s", markup=False, soft_wrap=True)

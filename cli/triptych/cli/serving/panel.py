@@ -15,6 +15,7 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
     Raises: ConfigError if a page is too small for a format, or the pool for a request
     """
     from triptych.cli.checks.sizing import app_plan
+    from triptych.workers.compress.learned.known_networks import find_networks
     from triptych.workers.models.compression_profile import find_profile
     from triptych.workers.models.facts import describe
     from triptych.workers.models.store.model_store import resolve
@@ -25,7 +26,10 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
     facts = describe(resolve(config.model.name, allow_download=False))
     context = config.context_tokens(facts.context_tokens)
     profile = find_profile(config, facts)
-    plan = app_plan(config, facts.geometry, context, profile, is_plain=facts.is_plain)
+    learned = find_networks(config, facts)
+    plan = app_plan(
+        config, facts.geometry, context, profile, is_plain=facts.is_plain, learned=learned
+    )
     served = str(context) if not plan.context_warning else f"{plan.max_model_len} of {context}"
     url = http.url + app.route_prefix.rstrip("/")
     body = {

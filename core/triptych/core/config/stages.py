@@ -119,7 +119,7 @@ def check_policy(name: str) -> None:
     try:
         POLICY_NAMES.check(name)
     except ConfigError as error:
-        expected = "'auto', 'uniform:<format>', 'diffkv', 'leankv' or a plug-in"
+        expected = "'auto', 'uniform:<format>', 'diffkv', 'leankv', 'learned:*' or a plug-in"
         text = f"compressor.policy={name!r}: expected {expected}; {error}"
         raise ConfigError(text) from error
 
@@ -142,15 +142,23 @@ class CompressorConfig:
     policy: str = "auto"
     """How each token is stored: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
     significant ones in ``high_format`` and drops others or stores them in ``low_format``;
-    ``leankv`` decides by their share of all attention; ``module:object`` is a policy of your own
-    (docs/extending.md). ``auto`` without a profile: ``uniform:k8v4``."""
+    ``leankv`` decides by their share of all attention; ``learned:merge``, ``learned:paper`` and
+    ``learned:score`` use networks trained for the model (``learned``); ``module:object`` is a
+    policy of your own (docs/extending.md). ``auto`` without a profile: ``uniform:k8v4``."""
 
     methods: tuple[str, ...] = ()
     """Methods that a request or a key may choose beside ``policy``, which is the default: names as
     in ``policy``, at most 16. They use the settings below, and decode in one batch."""
 
+    learned: tuple[str, ...] = ("auto",)
+    """Files of learned networks, which ``triptych train`` writes for a model, at most one of each
+    kind: a compressor for ``learned:merge``, one of variant ``paper`` for ``learned:paper``, a
+    scorer for ``learned:score``. ``auto``: those that come with Triptych for this model, where no
+    file is named. A file of another model, or a torn one, is refused at start."""
+
     high_format: str = "auto"
-    """Format of significant tokens (``diffkv``); ``auto`` without a profile: ``k8v4``."""
+    """Format of significant tokens (``diffkv``) and of merged ones (``learned:merge``); ``auto``
+    without a profile: ``k8v4``."""
 
     low_format: str = "auto"
     """Format of the less significant ones (``diffkv``); ``auto`` without a profile: ``k4v2``."""
@@ -202,6 +210,7 @@ class CompressorConfig:
         require(count <= MAX_METHODS, "compressor.methods", count, f"at most {MAX_METHODS} names")
         for name in self.methods:
             check_policy(name)
+        require(all(self.learned), "compressor.learned", self.learned, "names of files, or 'auto'")
         for name in (self.high_format, self.low_format):
             if name != "auto":
                 page_format(name)

@@ -4,12 +4,13 @@ A method is data: which part does what, what it needs, and which parts it cannot
 composition that cannot work is refused with the reason before anything runs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from triptych.core.config import CompressorConfig
 from triptych.core.errors import ConfigError
+from triptych.core.learned_files import NetworkKind
 
 if TYPE_CHECKING:
     from triptych.core.policy import Policy
@@ -46,6 +47,10 @@ PROVIDED: frozenset[Need] = frozenset({"attention_sums"})
 """What every server provides."""
 WITH_PROFILE: frozenset[Need] = frozenset({"attention_sums", "calibration"})
 """What a server with a compression profile provides."""
+WAYS_OUT: Mapping[Need, str] = {
+    "training": "run 'triptych train' for this model, and name the file in compressor.learned",
+    "calibration": "run 'triptych calibrate' for this model",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,8 @@ class Part:
     granularity: Granularity
     needs: frozenset[Need] = frozenset()
     traits: frozenset[Trait] = frozenset()
+    network: NetworkKind | None = None
+    """The kind of learned network that does its work; None: it needs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,11 @@ RULES = (
         "places_merged_tokens",
         "keys are stored after RoPE, so a merged token needs a position",
         is_needed=True,
+    ),
+    Conflict(
+        "merges_tokens",
+        "requantizes_tokens",
+        "a merged token has a logit bias in the place of its score, so nothing can classify it",
     ),
 )
 """Which traits exclude or need each other.
@@ -172,11 +184,18 @@ class Method:
                 with_part = "" if rule.is_needed else f" and {named[rule.second]!r}"
                 yield f"{named[rule.first]!r}{with_part}: {rule.reason}"
 
-    def check_needs(self, provided: frozenset[Need]) -> None:
-        """Raise ConfigError if something that a part needs is not there."""
+    def check_needs(
+        self, provided: frozenset[Need], networks: Collection[NetworkKind] = ()
+    ) -> None:
+        """Raise ConfigError if something that a part needs is not there.
+
+        ``networks``: kinds of which there is a trained file for the model.
+        """
         for part in self.parts:
-            for need in sorted(part.needs - provided):
+            trained: frozenset[Need] = frozenset({"training"} if part.network in networks else ())
+            for need in sorted(part.needs - provided - trained):
+                way_out = f": {WAYS_OUT[need]}" if need in WAYS_OUT else ""
                 raise ConfigError(
                     f"method {self.name!r}: {part.role} {part.name!r} needs {need}, which this "
-                    f"server does not have (it has {', '.join(sorted(provided))})"
+                    f"server does not have (it has {', '.join(sorted(provided))}){way_out}"
                 )

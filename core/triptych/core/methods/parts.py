@@ -1,5 +1,6 @@
 """Parts that several methods are made of."""
 
+from triptych.core.learned_files import NetworkKind
 from triptych.core.methods.composition import Part, Trait
 
 ATTENTION = Part(
@@ -17,6 +18,18 @@ def classes_by_threshold(name: str) -> Part:
     """A budget that keeps each token high, low or not at all, by thresholds of its score."""
     traits: frozenset[Trait] = frozenset({"drops_tokens", "requantizes_tokens"})
     return Part(role="budget", name=name, granularity="token", traits=traits)
+
+
+def merger(name: str, network: NetworkKind) -> Part:
+    """A merger of k consecutive tokens of a prompt, which takes the position of the newest."""
+    return Part(
+        role="merger",
+        name=name,
+        granularity="token",
+        needs=frozenset({"training"}),
+        traits=frozenset({"merges_tokens", "places_merged_tokens"}),
+        network=network,
+    )
 
 
 HADAMARD = Part(

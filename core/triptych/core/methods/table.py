@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from triptych.core.config import CompressorConfig
 from triptych.core.errors import ConfigError
+from triptych.core.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.composition import PROVIDED, WITH_PROFILE, Method
 from triptych.core.plugins import POLICY_NAMES
 from triptych.core.policy import KVRotation, Policy
@@ -17,23 +18,36 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "uniform": "triptych.core.methods.uniform:METHOD",
         "diffkv": "triptych.core.methods.diffkv:METHOD",
         "leankv": "triptych.core.methods.leankv:METHOD",
+        "learned:merge": "triptych.core.methods.learned:MERGE",
+        "learned:paper": "triptych.core.methods.learned:PAPER",
+        "learned:score": "triptych.core.methods.learned:SCORE",
     },
 )
 """Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``
 resolved, and of the profile."""
 
 
-def policy_of(config: CompressorConfig, profile: Profile | None = None) -> Policy:
+def policy_of(
+    config: CompressorConfig,
+    profile: Profile | None = None,
+    learned: Sequence[LearnedFile] = (),
+) -> Policy:
     """The policy of the server's default method: ``auto`` is the value of the profile.
+
+    ``learned``: files of networks for the model.
 
     Raises: ConfigError if it cannot run here, or its thresholds or formats are out of order
     """
     known = profile.settings if profile else Settings()
     name = known.policy if config.policy == "auto" else config.policy
-    return _resolved(replace(config, policy=name), profile)
+    return _resolved(replace(config, policy=name), profile, learned)
 
 
-def policies_of(config: CompressorConfig, profile: Profile | None = None) -> tuple[Policy, ...]:
+def policies_of(
+    config: CompressorConfig,
+    profile: Profile | None = None,
+    learned: Sequence[LearnedFile] = (),
+) -> tuple[Policy, ...]:
     """The policies of all methods that a server offers, its default first.
 
     All store keys and values in the same coordinates, since a step rotates those of all requests
@@ -41,21 +55,30 @@ def policies_of(config: CompressorConfig, profile: Profile | None = None) -> tup
 
     Raises: ConfigError as ``policy_of``, or if two methods cannot share the pages of one pool
     """
-    default = policy_of(config, profile)
+    default = policy_of(config, profile, learned)
     names = [name for name in dict.fromkeys(config.methods) if name != default.name]
-    others = [_resolved(replace(config, policy=name), profile) for name in names]
+    others = [_resolved(replace(config, policy=name), profile, learned) for name in names]
     return _together([default, *others])
 
 
-def _resolved(config: CompressorConfig, profile: Profile | None) -> Policy:
+def _resolved(
+    config: CompressorConfig, profile: Profile | None, learned: Sequence[LearnedFile]
+) -> Policy:
     name = config.policy
     found = METHODS.load("uniform" if name.startswith("uniform:") else name)
     if not isinstance(found, Method):
         policy = found(config, profile)
         policy.check()
         return policy
-    found.check_needs(WITH_PROFILE if profile else PROVIDED)
-    policy = replace(found.policy(config, profile), version=found.version)
+    networks: dict[NetworkKind, LearnedFile] = {file.kind: file for file in learned}
+    found.check_needs(WITH_PROFILE if profile else PROVIDED, networks)
+    files = {part.role: networks[part.network] for part in found.parts if part.network}
+    policy = replace(
+        found.policy(config, profile),
+        version=found.version,
+        merger=files.get("merger"),
+        scorer=files.get("scorer"),
+    )
     policy.check()
     return policy
 

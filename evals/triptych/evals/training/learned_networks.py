@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from triptych.core.config import ModelConfig, require
+from triptych.core.learned_files import NetworkKind
 from triptych.evals.data.texts import documents
 from triptych.evals.data.vocabulary import Vocabulary
 from triptych.evals.training.captures import SPLIT, CapturePlan, Captures, capture_documents
@@ -29,7 +30,6 @@ from triptych.evals.training.scorer_training import (
 )
 from triptych.workers.compress.learned.artefact import (
     ArtefactRecord,
-    Kind,
     read_merger,
     read_scorer,
     write_artefact,
@@ -154,7 +154,7 @@ def train_merger(plan: MergerPlan, output: Path, work: Path, begin: Begin) -> Tr
         )
         polish = _distillation(path, facts, plan, merger, frame, captures)
         states["polish"] = _fit("polish", polish, steps, work, bound, begin)
-    kind: Kind = "merger" if plan.variant == "gated" else "paper_merger"
+    kind: NetworkKind = "merger" if plan.variant == "gated" else "paper_merger"
     record = _record(
         kind,
         plan.model,
@@ -201,7 +201,7 @@ def _bound(facts: ModelFacts, plan: ScorerPlan | MergerPlan, captures: Captures)
 
 
 def _record(
-    kind: Kind,
+    kind: NetworkKind,
     model: str,
     facts: ModelFacts,
     captures: Captures,

@@ -140,7 +140,7 @@ class SelectionCase:
                 pages = section.layout.pages(tokens)
                 inside = listed[(listed >= first) & (listed < first + pages)] - first
                 held = (tokens - inside * room).clamp(max=room).sum()
-                total += int(held) * section.layout.format.read_bytes(section.layout.head_dim)
+                total += int(held) * section.layout.read_bytes
                 total += _tiles(section, tokens) * self.tile_bytes
                 first += pages
         return total
@@ -157,7 +157,7 @@ class SelectionCase:
         context, tiles, always, chance = 0, 0, list[int](), list[int]()
         for section in self.case.sections:
             layout, tokens = section.layout, int(section.tokens[0, 0])
-            token_bytes = layout.format.read_bytes(layout.head_dim)
+            token_bytes = layout.read_bytes
             context, tiles = context + tokens, tiles + _tiles(section, tokens)
             for first in range(0, tokens, layout.tokens):
                 end = min(tokens, first + layout.tokens)

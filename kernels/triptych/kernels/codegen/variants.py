@@ -5,6 +5,7 @@ kernels are those that run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -125,6 +126,16 @@ def _decode() -> Iterator[Planned]:
             decode.plan(
                 query, _arena(dim), cache, _meta(4), 0.1, kind.window, kind.softcap, _meta(4),
                 lse, page_lists, out,
+            ),
+        )  # fmt: skip
+    for dim, name in product(HEAD_DIMS, ("k8v4", "k4v4")):
+        query, plain = _query(dim, USUAL), _section(name, dim, USUAL)
+        biased = replace(plain, layout=replace(plain.layout, has_bias=True))
+        yield (
+            f"{name} biased d{dim} {USUAL}",
+            decode.plan(
+                query, _arena(dim), [biased, _section("k8v8", dim, USUAL)], _meta(4), 0.1, 0, 0.0,
+                _meta(4), _meta(4, 32, dtype=torch.float32), None, query.float(),
             ),
         )  # fmt: skip
 

@@ -59,9 +59,12 @@ def score_tokens(
     if weight <= 0:
         raise ConfigError(f"score_tokens: weight={weight}: expected > 0")
     transform = LogitTransform(scale, window, softcap)
-    _attend(query, arena, sections, slots, transform, positions, lse=lse, weight=weight)
+    scored = reference.scored_sections(sections)
+    if not scored:
+        return
+    _attend(query, arena, scored, slots, transform, positions, lse=lse, weight=weight)
     if mirror is not None:
-        reference.copy_scores(arena, mirror, sections, slots)
+        reference.copy_scores(arena, mirror, scored, slots)
 
 
 def record_scores(

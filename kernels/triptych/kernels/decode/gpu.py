@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, record_rows, score_run
+from triptych.kernels.decode.reference import scored_sections
 from triptych.kernels.page_lists import PageLists, check_page_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.triton.launch import (
@@ -187,7 +188,10 @@ def plan_scores(
     weight: float,
     mirror: Tensor | None,
 ) -> list[Launch]:
-    """The launches of ``score_tokens``: one for each section."""
+    """The launches of ``score_tokens``: one for each section whose tokens have scores."""
+    sections = scored_sections(sections)
+    if not sections:
+        return []
     if mirror is not None and mirror.shape != arena.shape:
         raise ConfigError(
             f"score_tokens: mirror {tuple(mirror.shape)}: expected {tuple(arena.shape)}"

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from triptych.kernels.triton.page_access import capped, halves, metadata_of, positions_of
+from triptych.kernels.triton.page_access import biased, capped, halves, metadata_of, positions_of
 from triptych.kernels.triton.unpack import unpacked
 
 LEAST = tl.constexpr(2.0**-24)
@@ -109,7 +109,7 @@ def attend_pages(
             codes = unpacked(key, 4, 1, FORM.has_asm)
             logits = added(logits, tl.trans(codes), second_high, second_low, EXACT)
         logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
-        logits = capped(logits * factor[None, :], cap, CAPPED)
+        logits = biased(capped(logits * factor[None, :], cap, CAPPED), page, token, live, FORM)
         shown = live
         if is_windowed:
             shown = shown & (positions_of(page, token, live, FORM) >= oldest)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from triptych.kernels.decode.gpu_page_runs import added, attend_pages
 from triptych.kernels.triton.page_access import (
+    biased,
     capped,
     halves,
     held_of,
@@ -168,7 +169,7 @@ def attend_tokens(
             logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
         else:
             logits = added(logits, codes, high, low, EXACT)
-        logits = capped(logits * factor[None, :], cap, CAPPED)
+        logits = biased(capped(logits * factor[None, :], cap, CAPPED), page, row, live, FORM)
         shown = live
         if is_windowed:
             shown = shown & (positions_of(page, row, live, FORM) >= oldest)

@@ -18,6 +18,7 @@ from triptych.kernels.codegen.simd import FLOAT, I32, I64, POINTER, Emitter, Val
 from triptych.kernels.pages import is_channel_major
 
 CACHE_LINE = 64
+LOG2_E = 1.4426950408889634
 HIDDEN = -1e30
 """Logit of a hidden key; finite, since the difference of two infinities is NaN."""
 
@@ -61,6 +62,7 @@ def page_step_address(step: PageStep) -> int:
     page, upcoming, query, state, scratch: pointers; live: int64 >= 1; oldest: int32, the smallest
     position that may be read; cap: float32. Logits are in powers of two: the caller scales
     the query by log2(e), or with a cap divides it by the cap and multiplies the cap instead.
+    Biases of the page, if its layout has them, are natural logarithms.
 
     For a scoring step the state has the log2 of finished sums in the place of the largest logits,
     and the weight in the place of the sums; it changes only the scores of the page.
@@ -177,10 +179,11 @@ class _PageStepEmitter:
         """Compute the weights of value codes from logits, and rescale the running sums."""
         e, group, dim = self.emit_, self.step.group, self.layout.head_dim
         starts, live, key_metadata, shown = self._blocks_of_keys()
+        biases = [self._bias(start, mask) for start, mask in zip(starts, live, strict=True)]
         value_metadata = [self._metadata(3, t, mask) for t, mask in zip(starts, live, strict=True)]
         with e.loop(I64(group)) as head:
             row = e.byte(self.scratch, self.build.mul(head, I64(4 * self.padded)))
-            logits = self._finished_logits(head, row, starts, key_metadata, shown)
+            logits = self._finished_logits(head, row, starts, key_metadata, shown, biases)
             peak = logits[0]
             for logit in logits[1:]:
                 peak = e.maximum(logit, peak)
@@ -215,19 +218,27 @@ class _PageStepEmitter:
         return starts, live, metadata, shown
 
     def _finished_logits(
-        self, head: Value, row: Value, starts: list[int], metadata: list[Any], shown: list[Value]
+        self,
+        head: Value,
+        row: Value,
+        starts: list[int],
+        metadata: list[Any],
+        shown: list[Value],
+        biases: list[Any],
     ) -> list[Value]:
         """Logits of one head, block by block, from the dot products at ``row``."""
         e = self.emit_
         sums_at = e.byte(self.query, 4 * self.step.group * self.layout.head_dim)
         query_sum = e.splat(e.load(self._element(sums_at, head), FLOAT), self.lanes)
         logits: list[Value] = []
-        for start, mask, pair in zip(starts, shown, metadata, strict=True):
+        for start, mask, pair, bias in zip(starts, shown, metadata, biases, strict=True):
             dot = e.load(e.byte(row, 4 * start), vector(FLOAT, self.lanes))
             if pair:
                 dot = e.fma(pair[0], dot, self.build.fmul(pair[1], query_sum))
             if self.step.is_capped:
                 dot = self.build.fmul(e.tanh(dot), e.splat(self.cap, self.lanes))
+            if bias is not None:
+                dot = e.fma(bias, e.constant(LOG2_E, dot), dot)
             logits.append(self.build.select(mask, dot, e.constant(HIDDEN, dot)))
         return logits
 
@@ -239,7 +250,7 @@ class _PageStepEmitter:
             row = e.byte(self.scratch, self.build.mul(head, I64(4 * self.padded)))
             sum_at = self._element(e.byte(self.state, 4 * group * dim), head)
             finished = e.splat(e.load(sum_at, FLOAT), self.lanes)
-            logits = self._finished_logits(head, row, starts, metadata, shown)
+            logits = self._finished_logits(head, row, starts, metadata, shown, [None] * len(starts))
             for start, logit in zip(starts, logits, strict=True):
                 power = self.build.fsub(logit, finished)
                 e.store(e.exp2(power), e.byte(row, 4 * start))
@@ -284,7 +295,8 @@ class _PageStepEmitter:
     def _prefetch(self, index: Value, rounds: int) -> None:
         """Prefetch part ``index`` of ``rounds`` of what attention reads of the next page."""
         e = self.emit_
-        lines = -(-self.layout.offsets[4] // (CACHE_LINE * rounds))
+        end = self.layout.offsets[5 if self.layout.has_bias else 4]
+        lines = -(-end // (CACHE_LINE * rounds))
         near = e.byte(self.upcoming, self.build.mul(index, I64(lines * CACHE_LINE)))
         for line in range(lines):
             e.prefetch(e.byte(near, line * CACHE_LINE))
@@ -328,6 +340,14 @@ class _PageStepEmitter:
         e = self.emit_
         words = e.load_live(e.byte(self.page, self.layout.offsets[segment] + 4 * start), live)
         return e.half(words, 0), e.half(words, 16)
+
+    def _bias(self, start: int, live: Value) -> Value | None:
+        """Biases of a block of tokens, 0 for those that are not live; None if there are none."""
+        if not self.layout.has_bias:
+            return None
+        e = self.emit_
+        words = e.load_live(e.byte(self.page, self.layout.offsets[4] + 4 * start), live)
+        return self.build.bitcast(words, vector(FLOAT, self.lanes))
 
     def _shown(self, start: int, live: Value) -> Value:
         """Mask of the tokens of a block that the query may read."""

@@ -28,6 +28,7 @@ def decode_attention(
     Request r reads the page tables of batch slot ``slots[r]`` in every section. The query's own
     key must be stored before. ``window > 0`` hides keys that are ``window`` or more positions old,
     and needs ``positions``, the position of each query; ``softcap > 0`` caps logits by tanh.
+    The bias of a token, where a section's layout has biases, is added to its capped logit.
     ``lse``, if given, is filled with the natural logarithm of the sum of exponentials of each head,
     an input of ``score_tokens``. With ``page_lists`` only the listed pages are read;
     ``select_pages`` writes such lists.
@@ -64,13 +65,17 @@ def score_tokens(
     """Add the attention that each stored token receives from the query to its score in its page.
 
     A token's score grows by ``weight`` times the largest softmax weight among the query
-    heads of its KV head. ``lse`` comes from ``decode_attention`` with the same arguments.
+    heads of its KV head. Tokens with a bias have no score. ``lse`` comes from ``decode_attention``
+    with the same arguments.
     ``mirror``: another arena with the same pages, into which the new scores are copied; then no
     two requests share a page.
 
     Shapes:  as ``decode_attention``
     Source:  DiffKV (significance while generating: the maximum over the group's heads)
     """
+    sections = scored_sections(sections)
+    if not sections:
+        return
     logits, _, _ = _logits(query, arena, sections, slots, scale, softcap, window, positions)
     grouped = lse.view(*logits.shape[:3], 1)
     received = (logits - grouped).exp().amax(2) * weight
@@ -86,6 +91,11 @@ def score_tokens(
         start += len(token)
     if mirror is not None:
         copy_scores(arena, mirror, sections, slots)
+
+
+def scored_sections(sections: Sequence[Section]) -> list[Section]:
+    """The sections whose tokens have scores, not biases."""
+    return [section for section in sections if not section.layout.has_bias]
 
 
 def copy_scores(source: Tensor, target: Tensor, sections: Sequence[Section], slots: Tensor) -> None:
@@ -145,20 +155,28 @@ def _logits(
     """Logits [R, KH, G, N] with -inf where hidden, values [R, KH, N, d], positions [R, KH, N]."""
     rows, _, dim = query.shape
     loaded = [_load(arena, section, slots) for section in sections]
-    key, value, known = (torch.cat(parts, 2) for parts in zip(*loaded, strict=True))
+    key, value, known, bias = (torch.cat(parts, 2) for parts in zip(*loaded, strict=True))
     grouped = query.float().view(rows, key.shape[1], -1, dim)
     logits = grouped @ key.transpose(2, 3) * scale
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
+    logits = logits + bias[:, :, None]
     visible = known >= 0
     if window > 0 and positions is not None:
         visible &= positions[:, None, None] - known < window
     return logits.masked_fill(~visible[:, :, None], float("-inf")), value, known
 
 
-def _load(arena: Tensor, section: Section, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and positions of the requests: [R, KH, N, d] twice and [R, KH, N]."""
+def _load(arena: Tensor, section: Section, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values, positions and biases of the requests: [R, KH, N, d] and [R, KH, N] twice."""
     pages, tokens = section.forward_pages[slots.long()], section.tokens[slots.long()]
     flat = codec.load_tokens(arena, section.layout, pages.flatten(0, 1), tokens.flatten())
     key, value, known = (part.view(*tokens.shape, *part.shape[1:]) for part in flat)
-    return key, value, known
+    bias = torch.zeros_like(known, dtype=torch.float32)
+    if section.layout.has_bias:
+        live = known >= 0
+        token = torch.arange(known.shape[2], device=arena.device)
+        page = pages.long()[..., token // section.layout.tokens][live]
+        row = (token % section.layout.tokens).expand_as(live)[live]
+        bias[live] = segments(arena, section.layout).scores[page, row]
+    return key, value, known, bias

@@ -256,6 +256,16 @@ def online_softmax(logits, peak, mass):
 
 
 @triton.jit
+def biased(logits, page, row, live, FORM: tl.constexpr):
+    """Logits [tokens, heads] in powers of two, plus the biases of the tokens if there are any."""
+    if FORM.has_bias:
+        at = (page + FORM.scores).to(tl.pointer_type(tl.float32)) + row
+        bias = tl.load(at, mask=live, other=0.0)
+        logits = logits + (bias * 1.4426950408889634)[:, None]  # log2(e)
+    return logits
+
+
+@triton.jit
 def positions_of(page, row, live, FORM: tl.constexpr):
     """Positions of a tile's tokens, -1 for those that are not live."""
     at = (page + FORM.positions).to(tl.pointer_type(tl.int32)) + row

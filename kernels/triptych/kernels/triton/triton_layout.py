@@ -47,6 +47,8 @@ class Form:
     values: int
     value_metadata: int
     scores: int
+    has_bias: bool
+    """Whether logit biases are in the place of scores."""
     positions: int
     page_tile: int
     """The smallest power of two that is at least ``tokens`` and ``MIN_DOT``."""
@@ -99,6 +101,7 @@ def _form_of(layout: PageLayout, has_asm: bool) -> Form:
         values=at[2],
         value_metadata=at[3],
         scores=at[4],
+        has_bias=layout.has_bias,
         positions=at[5],
         page_tile=max(MIN_DOT, power_of_two(layout.tokens)),
         by_tile=form.key_bits == 16

@@ -1,6 +1,6 @@
 """Handlers of ingresses' messages: queue or refuse a request, cancel a request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from triptych.core.config import RouterConfig
@@ -53,6 +53,8 @@ class Submission:
         if request.method not in ("", *methods):
             self.completion.refuse(request, UnknownMethod(request.method, methods))
             return
+        if self.byte_model.plan.of_method(request.method).merges:
+            request = replace(request, cached_at_most=0)
         bound, booking, sizes, whole = self.estimate(request)
         if not len(cluster.requests.queue):
             cluster.latency.reset_start_gap()

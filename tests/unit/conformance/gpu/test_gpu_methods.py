@@ -16,8 +16,8 @@ def test_a_gpu_stores_the_same_tokens_in_the_same_classes(
     tiny_model: Path, device: Device, method: str
 ) -> None:
     asked = requests((31, 64))
-    host = Stages.of(tiny_model, settings_of(method))
-    there = Stages.of(tiny_model, settings_of(method), device=device)
+    host = Stages.of(tiny_model, settings_of(method, tiny_model))
+    there = Stages.of(tiny_model, settings_of(method, tiny_model), device=device)
     pairs = zip(compress(host, asked), compress(there, asked), strict=True)
     for (_, mine), (_, theirs) in pairs:
         for first, second in zip(stored(host, mine), stored(there, theirs), strict=True):

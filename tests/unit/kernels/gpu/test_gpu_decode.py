@@ -71,6 +71,18 @@ def test_attention_over_pages_equals_dense_attention_over_decoded_tokens(
     check(device, torch.randn(2, 6, head_dim), cache.arena, [stored.section])
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_biases_are_added_to_logits_after_the_cap(
+    name: str, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(64, pages=30)
+    stored = [
+        cache.fill(name, [[1, 33], [40, 5]], has_bias=True).section,
+        cache.fill("k8v8/8", [[2, 7], [9, 3]], order="token").section,
+    ]
+    check(device, torch.randn(2, 4, 64), cache.arena, stored, softcap=2.0)
+
+
 @pytest.mark.parametrize("byte", [0x00, 0x7E, 0xFF, None])
 @pytest.mark.parametrize("name", FORMATS)
 def test_unused_bytes_of_pages_do_not_change_the_output(

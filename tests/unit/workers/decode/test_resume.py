@@ -41,6 +41,7 @@ from triptych.core.pages import PagePlan
 from triptych.core.schema import build
 from triptych.kvpool import LocalPool
 from triptych.kvpool.rpc import page_ranges
+from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.decode import checkpoint, decode_engine, handover, page_selection, window
 from triptych.workers.decode.checkpoint import Checkpoint, checkpoint_bytes
 from triptych.workers.decode.decode_engine import DecodeEngine
@@ -132,7 +133,8 @@ class Stages:
             },
         }
         config = build(AppConfig, settings)
-        plan = PagePlan.of(config, describe(model).geometry)
+        facts = describe(model)
+        plan = PagePlan.of(config, facts.geometry, learned=find_networks(config, facts))
         pool = LocalPool(config.pool.kv_cache_memory_bytes // plan.page_bytes, plan.page_bytes)
         stages = ("prefill", "compress", "decode")
         model_context = load_model(config, plan, model, stages, device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import KVHandle, LeaseRef
 from triptych.core.layout import PageLayout
+from triptych.core.learned_files import LearnedFile
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -39,8 +40,12 @@ from triptych.core.policy import Policy
 from triptych.kernels import Section, mass_limits, move_tokens, plan_tokens, significance_of
 from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
+from triptych.kernels.prefill.significance import ALWAYS_HIGH
 from triptych.kvpool import About, WorkerPool
+from triptych.workers.compress.attention_predictor import AttentionPredictor
 from triptych.workers.compress.job import ClassPlan, EarlyEncode, Job, LayerGroup, split_by_class
+from triptych.workers.compress.prompt_merger import MergedPrompt, PromptMerger
+from triptych.workers.compress.raw_tokens import RawTokens
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import Run, make_handle, pages_of, pool_pages, unpack_run
@@ -82,6 +87,17 @@ class CompressEngine:
 
     def __post_init__(self) -> None:
         self._memory = DevicePages.in_place(self.pool.arena, self.device)
+        plans = self.plan.by_method.values()
+        self._mergers = {
+            plan.policy.merger: PromptMerger(plan, self.device)
+            for plan in plans
+            if plan.policy.merger is not None
+        }
+        self._predictors = {
+            plan.policy.scorer: AttentionPredictor(plan, self.device)
+            for plan in plans
+            if plan.policy.scorer is not None
+        }
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -148,7 +164,7 @@ class CompressEngine:
             return refused
         try:
             encoded = split_by_class(ids, groups)
-            self._encode(groups, encoded)
+            self._encode([one.job for one in early], groups, encoded)
             self.pool.release([group.lease_ref.lease for group in groups], keep=True)
         except Exception:
             self._free(ids)
@@ -167,7 +183,7 @@ class CompressEngine:
             return refused
         try:
             encoded = split_by_class(ids, groups)
-            self._encode(groups, encoded)
+            self._encode(jobs, groups, encoded)
             sends = self._hand_over(jobs, encoded)
         except Exception:
             self._free(ids)
@@ -217,6 +233,7 @@ class CompressEngine:
             if job.rows != message.first * self.plan.geometry.kv_heads:
                 raise MessageError(f"layers from {message.first} on behind {job.rows} head rows")
             group = self._attach(job.plan, message.handle, rows_of(message.handle))
+            self._predict(job, group, message.first)
             group.classes = self._classes(group, job)
         except TriptychError as error:
             return [self._fail(name, error)]
@@ -254,11 +271,12 @@ class CompressEngine:
         plan = job.plan
         group = self._attach(plan, item.handle, rows)
         job.groups.append(group)
-        fixed, rounded = NONE, 0
-        if self.prefixes is not None and item.prefix is not None:
+        fixed = NONE
+        rounded = plan.rounded_tokens(item.prefix.prompt_tokens).stop if item.prefix else 0
+        self._predict(job, group, plan.geometry.layers - rows // plan.geometry.kv_heads, rounded)
+        if self.prefixes is not None and item.prefix is not None and plan.caches_prompts:
             prefixes = self.prefixes.of_method(item.method)
             self._publish(prefixes, item.prefix, group.raw, job.tokens)
-            rounded = plan.rounded_tokens(item.prefix.prompt_tokens).stop
             fixed = plan.fixed_span(rounded or item.prefix.cached_tokens, job.tokens)
             job.shared = prefixes.share(item.prefix, fixed)
         if job.shared is None and not rounded:
@@ -285,6 +303,24 @@ class CompressEngine:
         leaving = range(sink, sink + plan.leaving_tokens(handle.tokens))
         return LayerGroup(lease_ref, ids.reshape(rows, -1), leaving)
 
+    def _predict(self, job: Job, group: LayerGroup, first: int, rounded: int = 0) -> None:
+        """If the method has a scorer, let it write the sums that prefill did not.
+
+        ``first``: the first layer of the group. ``rounded``: first tokens, which stay high.
+        """
+        scorer = job.plan.policy.scorer
+        if scorer is None:
+            return
+        raw = self._raw(group.raw)
+        self._predictors[scorer].write(raw, job.tokens, first)
+        if rounded:
+            first_tokens = torch.arange(rounded, device=self.device.name)
+            raw.set_scores(first_tokens, torch.tensor(ALWAYS_HIGH, device=self.device.name))
+
+    def _raw(self, raw: Ids) -> RawTokens:
+        pages = self.device.put(raw).long()
+        return RawTokens(self._memory.near, self.plan.raw, self.plan.geometry.kv_heads, pages)
+
     def _recent_class(self, group: LayerGroup, job: Job) -> ClassPlan:
         """The sink and the newest tokens."""
         rows, leaving, there = len(group.raw), group.leaving, self.device
@@ -308,11 +344,13 @@ class CompressEngine:
         on it.
         """
         policy, raw, tokens = job.plan.policy, group.raw, job.tokens
+        if policy.merger is not None and job.floor == "low":
+            return [self._recent_class(group, job), self._merged_class(group, job.plan)]
         rows, there = len(raw), self.device.name
         first, end = group.leaving.start, group.leaving.stop
         every = np.arange(first, end, dtype=np.int32)
         own = every[(every < fixed.start) | (every >= fixed.stop)]
-        if policy.needs_significance and first < end and job.floor == "low":
+        if policy.classifies_tokens and first < end and job.floor == "low":
             significance = self._significance(raw, tokens)
             judged = slice(max(0, first - rounded), max(0, end - rounded))
             high, low = _limits(policy, significance[:, rounded:], judged, tokens)
@@ -342,6 +380,13 @@ class CompressEngine:
             ),
         ]
 
+    def _merged_class(self, group: LayerGroup, plan: PagePlan) -> ClassPlan:
+        """The merged tokens: as many in each head row."""
+        rows, there = len(group.raw), self.device.name
+        counts: Ids = np.full(rows, plan.encoded_tokens(len(group.leaving)), np.int32)
+        none = torch.empty(0, dtype=torch.int32, device=there)
+        return ClassPlan(plan.high, none, none.expand(rows, 0), counts, is_merged=True)
+
     def _significance(self, raw: Ids, tokens: int) -> Tensor:
         """Mean attention of each token from itself and all later ones, [head rows, tokens].
 
@@ -353,12 +398,30 @@ class CompressEngine:
 
     # ---------------------------------------------------------------- encode
 
-    def _encode(self, groups: list[LayerGroup], encoded: list[list[Ids]]) -> None:
-        for group, ids in zip(groups, encoded, strict=True):
+    def _encode(self, jobs: list[Job], groups: list[LayerGroup], encoded: list[list[Ids]]) -> None:
+        merged = dict[LearnedFile, list[MergedPrompt]]()
+        for job, group, ids in zip(jobs, groups, encoded, strict=True):
             for plan, own in zip(group.classes, ids, strict=True):
-                if own.size:
+                if plan.is_merged and own.size and job.plan.policy.merger is not None:
+                    into = self.device.put(own).view(len(group.raw), -1)
+                    prompt = MergedPrompt(self._raw(group.raw), job.tokens, group.leaving, into)
+                    merged.setdefault(job.plan.policy.merger, []).append(prompt)
+        for file, prompts in merged.items():
+            self._mergers[file].merge(prompts)
+        for job, group, ids in zip(jobs, groups, encoded, strict=True):
+            if job.plan.merges:
+                self._clear_scores(group)
+            for plan, own in zip(group.classes, ids, strict=True):
+                if own.size and not plan.is_merged:
                     self._encode_class(group, plan, own)
         self.device.wait()
+
+    def _clear_scores(self, group: LayerGroup) -> None:
+        """Set the scores of raw tokens to 0: where tokens are merged, a score is a logit bias.
+
+        Tokens of the window will move to pages with biases as they are.
+        """
+        segments(self._memory.near, self.plan.raw).scores[self.device.put(group.raw).long()] = 0.0
 
     def _encode_class(self, group: LayerGroup, plan: ClassPlan, ids: Ids) -> None:
         """Encode the tokens of a class, or of fixed blocks, into its pages, given in row order."""

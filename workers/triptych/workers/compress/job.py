@@ -33,6 +33,8 @@ class ClassPlan:
     """Tokens of each head row."""
     is_fixed: bool = False
     """Whether its pages are never written again: whole blocks of a prompt."""
+    is_merged: bool = False
+    """Whether each of its tokens is made of several: ``tokens`` and ``places`` are empty."""
 
     @property
     def pages(self) -> Ids:

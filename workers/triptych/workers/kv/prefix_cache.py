@@ -438,6 +438,8 @@ def profile_of(plan: PagePlan, arithmetic: str) -> str:
     text = repr(parts).replace("KVRotation(", "Basis(", 1)
     if plan.rounds_prompts:
         text += " rounded"
+    if plan.policy.scorer is not None:
+        text += f" scored by {plan.policy.scorer.tensors}"
     if plan.policy.version > 1:
         text += f" {plan.policy.name} of version {plan.policy.version}"
     return hashlib.sha256(text.encode()).hexdigest()

@@ -258,7 +258,7 @@ class PrefillEngine:
         per_row = self.plan.raw.pages(tokens)
         ids = self.pool.allocate(layers * kv_heads * per_row)
         prompt.pages = ids.reshape(layers, kv_heads, per_row)
-        if prompt.plan.policy.needs_significance:
+        if prompt.plan.policy.needs_attention_sums:
             shape = (layers, self.runner.num_heads, tokens - prompt.rounded.stop)
             prompt.attention = torch.zeros(shape, device=self.device.name)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load as parse_tensors
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from triptych.core.errors import ConfigError, ModelError
 from triptych.core.layout import Geometry
+from triptych.core.learned_files import LearnedFile, NetworkKind
 from triptych.core.schema import SchemaError, build
 from triptych.workers.compress.learned.chunk_merger import GatedMerger, PaperMerger
 from triptych.workers.compress.learned.rope_frame import RopeFrame
@@ -27,7 +28,6 @@ VERSION = 1
 BASIS = "rope"
 """Coordinates of keys that the networks read: after RoPE, neither rotated nor centred."""
 RECORD = "triptych"
-Kind = Literal["scorer", "merger", "paper_merger"]
 Network = TypeVar("Network", bound=nn.Module)
 
 
@@ -35,7 +35,7 @@ Network = TypeVar("Network", bound=nn.Module)
 class ArtefactRecord:
     """Metadata of a file of networks: kind, model, geometry, versions and tensor hash."""
 
-    kind: Kind
+    kind: NetworkKind
     model: str
     """Name of the model, for display."""
     weights: str
@@ -106,8 +106,7 @@ def read_scorer(path: Path, facts: ModelFacts) -> tuple[TokenScorer, ArtefactRec
     Raises: ModelError if the file is torn; ConfigError if it is of another model, kind or version
     """
     record = _record_for(path, facts, ("scorer",))
-    scorer = TokenScorer(record.geometry, RopeFrame.of(facts), record.hidden)
-    return _filled(scorer, path, record), record
+    return _scorer(path, record, RopeFrame.of(facts)), record
 
 
 def read_merger(path: Path, facts: ModelFacts) -> tuple[GatedMerger | PaperMerger, ArtefactRecord]:
@@ -116,13 +115,51 @@ def read_merger(path: Path, facts: ModelFacts) -> tuple[GatedMerger | PaperMerge
     Raises: ModelError if the file is torn; ConfigError if it is of another model, kind or version
     """
     record = _record_for(path, facts, ("merger", "paper_merger"))
+    return _merger(path, record), record
+
+
+def read_verified(path: Path, facts: ModelFacts) -> ArtefactRecord:
+    """The metadata of a whole file for this model.
+
+    Raises: ModelError if the file is torn; ConfigError if it is of another model or version
+    """
+    record = _record_for(path, facts, ("scorer", "merger", "paper_merger"))
+    _tensors(path, record)
+    return record
+
+
+def load_scorer(file: LearnedFile) -> TokenScorer:
+    """The scorer of a file that was checked before. Raises: ModelError if it was replaced since"""
+    return _scorer(Path(file.path), _unchanged(file), RopeFrame.of_file(file))
+
+
+def load_merger(file: LearnedFile) -> GatedMerger | PaperMerger:
+    """The merger of a file that was checked before. Raises: ModelError if it was replaced since"""
+    return _merger(Path(file.path), _unchanged(file))
+
+
+def _unchanged(file: LearnedFile) -> ArtefactRecord:
+    record = read_record(Path(file.path))
+    if (record.kind, record.tensors) != (file.kind, file.tensors):
+        raise ModelError(
+            f"{file.path}: the file changed since the application started: restart it, or restore "
+            "the file"
+        )
+    return record
+
+
+def _scorer(path: Path, record: ArtefactRecord, frame: RopeFrame) -> TokenScorer:
+    return _filled(TokenScorer(record.geometry, frame, record.hidden), path, record)
+
+
+def _merger(path: Path, record: ArtefactRecord) -> GatedMerger | PaperMerger:
     if record.kind == "merger":
         gated = GatedMerger(record.geometry, record.chunk_tokens, record.hidden)
-        return _filled(gated, path, record), record
-    return _filled(PaperMerger(record.geometry, record.chunk_tokens), path, record), record
+        return _filled(gated, path, record)
+    return _filled(PaperMerger(record.geometry, record.chunk_tokens), path, record)
 
 
-def _record_for(path: Path, facts: ModelFacts, kinds: tuple[Kind, ...]) -> ArtefactRecord:
+def _record_for(path: Path, facts: ModelFacts, kinds: tuple[NetworkKind, ...]) -> ArtefactRecord:
     record = read_record(path)
     if record.kind not in kinds:
         raise ConfigError(f"{path}: holds a {record.kind}, expected a {' or a '.join(kinds)}")
@@ -140,14 +177,19 @@ def _record_for(path: Path, facts: ModelFacts, kinds: tuple[Kind, ...]) -> Artef
 
 def _filled(network: Network, path: Path, record: ArtefactRecord) -> Network:
     """The network with the tensors of a file, as float32 without gradients."""
-    tensors = parse_tensors(path.read_bytes())
-    if _digest(tensors) != record.tensors:
-        raise ModelError(f"{path}: its tensors do not have the hash of its record: it is torn")
+    tensors = _tensors(path, record)
     try:
         network.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     except RuntimeError as error:
         raise ModelError(f"{path}: tensors of another architecture ({error})") from error
     return network.eval().requires_grad_(False)
+
+
+def _tensors(path: Path, record: ArtefactRecord) -> dict[str, Tensor]:
+    tensors = parse_tensors(path.read_bytes())
+    if _digest(tensors) != record.tensors:
+        raise ModelError(f"{path}: its tensors do not have the hash of its record: it is torn")
+    return tensors
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ModelError
+from triptych.core.learned_files import LearnedFile
 from triptych.workers.models.traits import ModelTraits
+
+
+def frequencies_of(traits: ModelTraits) -> tuple[float, ...]:
+    """RoPE frequencies of a model. Raises: ModelError if they are not known"""
+    if traits.plain is None:
+        raise ModelError(
+            "learned compression needs the RoPE frequencies of the model, which are known for "
+            "plain layers only (docs/models.md)"
+        )
+    return traits.plain.frequencies
 
 
 @dataclass(frozen=True)
@@ -31,12 +42,12 @@ class RopeFrame:
     @classmethod
     def of(cls, traits: ModelTraits) -> "RopeFrame":
         """Raises: ModelError if RoPE of the model is not known"""
-        if traits.plain is None:
-            raise ModelError(
-                "learned compression needs the RoPE frequencies of the model, which are known for "
-                "plain layers only (docs/models.md)"
-            )
-        return cls(torch.tensor(traits.plain.frequencies, dtype=torch.float32))
+        return cls(torch.tensor(frequencies_of(traits), dtype=torch.float32))
+
+    @classmethod
+    def of_file(cls, file: LearnedFile) -> "RopeFrame":
+        """The frame of the model that a file of networks was checked for."""
+        return cls(torch.tensor(file.frequencies, dtype=torch.float32))
 
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """R(positions) applied to keys.

@@ -1,0 +1,50 @@
+"""Files of learned networks for a model, with random weights."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from triptych.core.learned_files import NetworkKind
+from triptych.workers.compress.learned.artefact import ArtefactRecord, write_artefact
+from triptych.workers.compress.learned.chunk_merger import GatedMerger, PaperMerger
+from triptych.workers.compress.learned.rope_frame import RopeFrame
+from triptych.workers.compress.learned.token_scorer import TokenScorer
+from triptych.workers.models.facts import describe
+
+CHUNK_TOKENS = 3
+HIDDEN = 8
+
+
+def networks_beside(model: Path) -> list[str]:
+    """The files that ``save_networks`` wrote."""
+    return sorted(map(str, model.parent.glob(f"{model.name}.*.safetensors")))
+
+
+def save_networks(model: Path) -> list[str]:
+    """Files of a compressor, one of the variant ``paper``, and a scorer, beside the model."""
+    facts = describe(model)
+    geometry, frame = facts.geometry, RopeFrame.of(facts)
+    networks: dict[NetworkKind, nn.Module] = {
+        "merger": GatedMerger(geometry, CHUNK_TOKENS, HIDDEN),
+        "paper_merger": PaperMerger(geometry, CHUNK_TOKENS),
+        "scorer": TokenScorer(geometry, frame, HIDDEN),
+    }
+    paths = list[str]()
+    for kind, network in networks.items():
+        draw = torch.Generator().manual_seed(3)
+        for part in network.parameters():
+            part.data += torch.randn(part.shape, generator=draw) * 0.05
+        record = ArtefactRecord(
+            kind=kind,
+            model="tiny",
+            weights=facts.weights,
+            config=facts.config,
+            geometry=geometry,
+            hidden=0 if kind == "paper_merger" else HIDDEN,
+            chunk_tokens=0 if kind == "scorer" else CHUNK_TOKENS,
+        )
+        path = model.with_name(f"{model.name}.{kind}.safetensors")
+        write_artefact(path, record, network)
+        paths.append(str(path))
+    return paths

@@ -1,0 +1,57 @@
+"""Finds the learned networks for a model: files that the settings name, or packaged ones."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
+from triptych.core.learned_files import LearnedFile
+from triptych.workers.compress.learned.artefact import read_record, read_verified
+from triptych.workers.compress.learned.rope_frame import frequencies_of
+from triptych.workers.models.facts import ModelFacts
+
+PACKAGED = Path(__file__).parent / "packaged"
+"""Files per known model, named by the hash of its weights and their kind."""
+AUTO = "auto"
+
+
+def find_networks(config: AppConfig, facts: ModelFacts) -> tuple[LearnedFile, ...]:
+    """The files that the settings name, each checked as a whole, at most one of each kind.
+
+    Raises: ConfigError for a file of another model, kind or version, or one that is not there;
+            ModelError for a torn one, or a model whose RoPE is not known
+    """
+    found = list[LearnedFile]()
+    names = config.compressor.learned
+    for path in [Path(name) for name in names if name != AUTO]:
+        if not path.is_file():
+            raise ConfigError(f"compressor.learned={str(path)!r}: there is no such file")
+        file = _described(path, facts)
+        twice = next((one for one in found if one.kind == file.kind), None)
+        if twice is not None:
+            raise ConfigError(
+                f"compressor.learned: {twice.path!r} and {file.path!r} are both a {file.kind}; "
+                "name one"
+            )
+        found.append(file)
+    if AUTO in names:
+        named = {one.kind for one in found}
+        found += [one for one in _packaged(facts) if one.kind not in named]
+    return tuple(found)
+
+
+def _packaged(facts: ModelFacts) -> Iterator[LearnedFile]:
+    for path in sorted(PACKAGED.glob(f"{facts.weights}.*.safetensors")):
+        if read_record(path).config == facts.config:
+            yield _described(path, facts)
+
+
+def _described(path: Path, facts: ModelFacts) -> LearnedFile:
+    record = read_verified(path, facts)
+    return LearnedFile(
+        path=str(path.absolute()),
+        kind=record.kind,
+        tensors=record.tensors,
+        chunk_tokens=record.chunk_tokens,
+        frequencies=frequencies_of(facts),
+    )

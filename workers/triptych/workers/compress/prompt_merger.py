@@ -1,0 +1,144 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch leaves Tensor.unflatten and others untyped in part.
+"""Merges tokens of prompts by a learned network, from raw pages into pages with biases.
+
+The chunks of all prompts of a step are merged together, in tiles of a fixed number of chunks: so a
+product has the same shape whatever the batch is, and a prompt gets the same bytes as alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.core.layout import PageLayout
+from triptych.core.pages import PagePlan
+from triptych.kernels import store_tokens
+from triptych.workers.compress.learned.artefact import load_merger
+from triptych.workers.compress.learned.chunk_merger import Chunks
+from triptych.workers.compress.learned.merge_requests import TINY, anchors
+from triptych.workers.compress.learned.rope_frame import RopeFrame
+from triptych.workers.compress.raw_tokens import ModelCoordinates, RawTokens
+from triptych.workers.device import Device
+
+TILE_CHUNKS = 64
+"""Chunks that the network merges at a time: 8 MiB of keys and values of the default model."""
+
+
+@dataclass(frozen=True)
+class MergedPrompt:
+    """A prompt to merge, and the pages for its merged tokens."""
+
+    raw: RawTokens
+    tokens: int
+    """Length of the prompt."""
+    leaving: range
+    """Positions of the tokens that are merged: whole chunks."""
+    pages: Tensor
+    """int32 [head rows, pages of a row]."""
+
+
+class PromptMerger:
+    """The learned merger of one method."""
+
+    def __init__(self, plan: PagePlan, device: Device) -> None:
+        """Raises: ModelError if the file was replaced since the start, or is torn"""
+        file = plan.policy.merger
+        assert file is not None
+        self._network = load_merger(file).to(device.name)
+        if self._network.geometry != plan.geometry:
+            raise ConfigError(f"{file.path}: networks of {self._network.geometry}")
+        self._layout, self._chunk = plan.high, file.chunk_tokens
+        self._frame = RopeFrame(RopeFrame.of_file(file).frequencies.to(device.name))
+        self._is_pooled_by_attention = plan.policy.needs_significance
+        self._coordinates = ModelCoordinates.of(plan.policy.kv_rotation, plan.geometry, device.name)
+
+    @property
+    def layout(self) -> PageLayout:
+        """Layout of the pages of merged tokens."""
+        return self._layout
+
+    def merge(self, prompts: Sequence[MergedPrompt]) -> None:
+        """Write the merged tokens of prompts into their pages.
+
+        Source: FastCache, section 3.2 (batches are compressed without attention scores); keys in
+                the frame of their chunk are ours (``rope_frame``)
+        """
+        todo = [
+            (prompt, index)
+            for prompt in prompts
+            for index in range(len(prompt.leaving) // self._chunk)
+        ]
+        for first in range(0, len(todo), TILE_CHUNKS):
+            self._merge_tile(todo[first : first + TILE_CHUNKS])
+
+    def _merge_tile(self, tile: list[tuple[MergedPrompt, int]]) -> None:
+        """Merge up to ``TILE_CHUNKS`` chunks (prompt, index of the chunk in it)."""
+        runs = _runs(tile)
+        parts = [self._chunks(prompt, indices) for prompt, indices in runs]
+        keys, values, logs, middles = (
+            _filled_up(torch.cat(part, dim), dim, TILE_CHUNKS)
+            for part, dim in zip(zip(*parts, strict=True), (2, 2, 2, 0), strict=True)
+        )
+        local = self._frame.to_local(keys, middles[:, None])
+        merged = self._network(Chunks(keys=local, values=values, log_significance=logs))
+        stored = self._coordinates.to_stored(
+            self._frame.rotate(merged.keys, middles), merged.values
+        )
+        keys, values = (part.flatten(0, 1).transpose(0, 1) for part in stored)
+        bias, at = merged.bias.flatten(0, 1).T, 0
+        for prompt, indices in runs:
+            some = slice(at, at := at + len(indices))
+            self._store(prompt, indices, keys[some], values[some], bias[some])
+
+    def _chunks(
+        self, prompt: MergedPrompt, indices: range
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys and values [L, KH, C, k, d], log significance [L, KH, C, k], middles (C,)."""
+        k = self._chunk
+        first = prompt.leaving.start + indices.start * k
+        positions = torch.arange(first, first + len(indices) * k, device=prompt.raw.pages.device)
+        keys, values, sums = prompt.raw.read(positions)
+        keys, values = self._coordinates.of_stored(keys, values)
+        if self._is_pooled_by_attention:
+            logs = (sums / (prompt.tokens - positions) + TINY).log()
+        else:
+            logs = torch.zeros_like(sums)
+        found = (part.unflatten(2, (-1, k)) for part in (keys, values, logs))
+        keys, values, logs = found
+        return keys, values, logs, anchors(positions[::k], k)
+
+    def _store(
+        self, prompt: MergedPrompt, indices: range, keys: Tensor, values: Tensor, bias: Tensor
+    ) -> None:
+        """Store merged tokens [C, head rows, d] at the positions of their newest members."""
+        layout, there = self._layout, prompt.raw.pages.device
+        token = torch.arange(indices.start, indices.stop, dtype=torch.int32, device=there)
+        newest = prompt.leaving.start + (token + 1) * self._chunk - 1
+        pages = prompt.pages[:, (token // layout.tokens).long()].T.contiguous()
+        rows = (token % layout.tokens)[:, None].expand_as(pages)
+        store_tokens(prompt.raw.arena, layout, keys, values, pages, rows, newest.int(), bias)
+
+
+def _runs(tile: Sequence[tuple[MergedPrompt, int]]) -> list[tuple[MergedPrompt, range]]:
+    """Consecutive chunks of each prompt of a tile."""
+    runs = list[tuple[MergedPrompt, range]]()
+    for prompt, index in tile:
+        if runs and runs[-1][0] is prompt:
+            runs[-1] = prompt, range(runs[-1][1].start, index + 1)
+        else:
+            runs.append((prompt, range(index, index + 1)))
+    return runs
+
+
+def _filled_up(part: Tensor, dim: int, count: int) -> Tensor:
+    """``part`` with zeros up to ``count`` chunks in a dimension."""
+    missing = count - part.shape[dim]
+    if not missing:
+        return part
+    shape = list(part.shape)
+    shape[dim] = missing
+    return torch.cat((part, part.new_zeros(shape)), dim)

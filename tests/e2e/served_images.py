@@ -17,7 +17,7 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.e2e.conftest import Server, serve_run
+from tests.e2e.conftest import START_TIMEOUT_S, Server, serve_run
 from tests.tiny_vision import Reference, data_uri, random_images, save_tiny_vision_model
 from triptych.cli.output import console
 
@@ -118,12 +118,15 @@ def kill_encode_workers(server: Server, reference: Reference, kills: int) -> Non
     threads = [threading.Thread(target=chat_on, args=(thread,)) for thread in range(len(done))]
     for thread in threads:
         thread.start()
-    for _ in range(kills):
+    for kill in range(kills):
         time.sleep(4)
         (victim, *_other) = server.replicas("Encode")
         os.kill(victim.pid, signal.SIGKILL)
-        server.wait_until(lambda: _workers(server) == 1, 20)
-        server.wait_until(lambda: _workers(server) == 2, 180)
+        server.wait_until(lambda: _workers(server) == 1, 60)
+        before = sum(done)  # the other worker has all images now
+        server.wait_until(lambda before=before: sum(done) >= before + 2 * len(CHATS), 180)
+        if kill < kills - 1:
+            server.wait_until(lambda: _workers(server) == 2, START_TIMEOUT_S)
     over.set()
     for thread in threads:
         thread.join()

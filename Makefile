@@ -16,7 +16,7 @@ SLOWEST := --durations=20 --durations-min=5
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test interpreter conformance explore bench clients abuse endings cluster stalls repeats storm load wheel readme docs proto lock clean
+.PHONY: help setup serve check test interpreter conformance explore bench clients abuse endings cluster stalls repeats storm images load wheel readme docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -98,6 +98,9 @@ storm: $(READY) ## abort 1,000 requests beside twelve victims, with 20 seeds (2 
 
 load: $(READY) ## offer a server twice its capacity for ten minutes, with slow and broken clients
 	@$(BIN)/python -m tests.e2e.mixed_load --json benchmarks/results/mixed_load.json
+
+images: $(READY) ## serve a tiny LLaVA, compare chats with transformers, and kill encode workers (5 minutes)
+	@$(BIN)/python -m tests.e2e.served_images
 
 wheel: $(READY) ## install the wheel elsewhere, with an empty home, and use it
 	@$(BIN)/python -m tests.clients.wheel

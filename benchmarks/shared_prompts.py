@@ -34,6 +34,7 @@ from triptych.workers.loop import Work
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.runner import Runner
+from triptych.workers.models.vision.feature_rows import FeatureRows
 from triptych.workers.prefill.prefill_engine import PrefillEngine
 from triptych.workers.stage import Engine
 
@@ -70,12 +71,13 @@ class CountingRunner:
         attend: Attend,
         logits_at: Tensor,
         exits: Exits | None = None,
+        given: FeatureRows | None = None,
     ) -> Tensor:
         self.tokens += len(tokens)
-        return self.runner.forward(tokens, positions, attend, logits_at, exits)
+        return self.runner.forward(tokens, positions, attend, logits_at, exits, given)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.runner.embed(tokens)
+    def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
+        return self.runner.embed(tokens, given)
 
     def through(self, layers: range, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.runner.through(layers, hidden, positions, attend)

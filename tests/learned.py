@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from triptych.core.learned_files import NetworkKind
+from triptych.core.methods.learned_files import NetworkKind
 from triptych.workers.compress.learned.artefact import ArtefactRecord, write_artefact
 from triptych.workers.compress.learned.chunk_merger import GatedMerger, PaperMerger
 from triptych.workers.compress.learned.rope_frame import RopeFrame

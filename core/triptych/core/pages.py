@@ -15,7 +15,7 @@ from triptych.core.layout import (
     default_page_bytes,
     page_format,
 )
-from triptych.core.learned_files import LearnedFile
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.methods.table import policies_of
 from triptych.core.policy import Policy
 from triptych.core.profile import Profile

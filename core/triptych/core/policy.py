@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
 from triptych.core.layout import page_format
-from triptych.core.learned_files import LearnedFile
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.profile import Profile, Settings
 
 T = TypeVar("T", str, int, float)

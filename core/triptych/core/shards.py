@@ -24,6 +24,7 @@ def shard_of(config: AppConfig, index: int) -> AppConfig:
         return config
     return replace(
         config,
+        encode=replace(config.encode, actor=_actor(config.encode.actor, shards)),
         prefill=replace(
             config.prefill,
             actor=_actor(config.prefill.actor, shards),

@@ -21,7 +21,7 @@ from ray.serve.deployment import Application
 from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.config.cache_dirs import environment_variable
 from triptych.core.errors import ConfigError
-from triptych.core.messages import STAGES, Stage
+from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
 from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
@@ -42,6 +42,7 @@ from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
 from triptych.workers.models.store.model_store import resolve
 from triptych.workers.models.tokenizer import open_tokenizer, read_chat_template
+from triptych.workers.models.vision.vision_traits import describe_vision
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def build_app(args: dict[str, object]) -> Application:
     )
     plan = replace(plan, nodes=len(nodes))
     Access.of(config.network, plan.token)
-    check_gpus(config, sum(node.get("GPU", 0.0) for node in nodes))
+    check_gpus(config, plan.stages, sum(node.get("GPU", 0.0) for node in nodes))
     return bind_deployments([plan.of_shard(config, index) for index in range(plan.shards)])
 
 
@@ -76,7 +77,7 @@ def make_plan(config: AppConfig) -> AppPlan:
     keys = read_keys(Path(config.ingress.api_keys)) if config.ingress.api_keys else {}
     template = read_chat_template(config.model.chat_template)
     path = resolve(config.model.name)
-    facts = describe(path)
+    facts, vision = describe(path), describe_vision(path)
     open_tokenizer(path)  # writes the cached tokenizer that the ingress loads
     profile, one = find_profile(config, facts), shard_of(config, 0)
     pages = PagePlan.of(
@@ -94,6 +95,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         measured_on=profile.measured_on if profile else "",
         offers=offers_of(config.decode, pages.policy, can_exit=facts.is_plain),
         context_tokens=config.context_tokens(facts.context_tokens),
+        vision=vision,
         vocab_tokens=facts.vocab_size,
         revision=facts.revision,
         run_dir=new_run_dir(),
@@ -108,9 +110,9 @@ def make_plan(config: AppConfig) -> AppPlan:
     return plan
 
 
-def check_gpus(config: AppConfig, available: float) -> None:
+def check_gpus(config: AppConfig, stages: Sequence[Stage], available: float) -> None:
     """Raise ConfigError if the stages together need more GPUs than their nodes have."""
-    wanted = {stage: _gpus(actor_config(config, stage)) for stage in stage_groups(config)}
+    wanted = {stage: _gpus(actor_config(config, stage)) for stage in stage_groups(config, stages)}
     if sum(wanted.values()) > available:
         asked = ", ".join(f"{stage} {count:g}" for stage, count in wanted.items() if count)
         raise ConfigError(
@@ -119,11 +121,11 @@ def check_gpus(config: AppConfig, available: float) -> None:
         )
 
 
-def stage_groups(config: AppConfig) -> dict[Stage, tuple[Stage, ...]]:
+def stage_groups(config: AppConfig, stages: Sequence[Stage]) -> dict[Stage, tuple[Stage, ...]]:
     """Stages of each deployment: one each, or all in the deployment of decode if colocated."""
     if config.topology == "colocated":
-        return {"decode": STAGES}
-    return {stage: (stage,) for stage in STAGES}
+        return {"decode": tuple(stages)}
+    return {stage: (stage,) for stage in stages}
 
 
 def bind_deployments(plans: Sequence[AppPlan]) -> Application:
@@ -181,12 +183,13 @@ def _pools(plan: AppPlan) -> Application:
 
 
 def _stages(plan: AppPlan) -> list[Application]:
-    return [_stage(plan, stage, members) for stage, members in stage_groups(plan.config).items()]
+    groups = stage_groups(plan.config, plan.stages)
+    return [_stage(plan, stage, members) for stage, members in groups.items()]
 
 
 def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Application:
     actor = actor_config(plan.config, stage)
-    names = {"prefill": "Prefill", "compress": "Compressor", "decode": "Decode"}
+    names = {"encode": "Encode", "prefill": "Prefill", "compress": "Compressor", "decode": "Decode"}
     return serve.deployment(
         WorkerReplica,
         name=plan.named(names[stage] if len(members) == 1 else "Worker"),

@@ -9,11 +9,13 @@ from typing import Self
 
 from triptych.core.config import MIB, AppConfig
 from triptych.core.errors import ConfigError, ModelError
+from triptych.core.messages import Stage, stages_of
 from triptych.core.pages import PagePlan
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
 from triptych.core.shards import shard_of
 from triptych.router import ByteModel, ContextLimits, Windows, schedule_named
+from triptych.workers.models.vision.vision_traits import VisionTraits
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class AppPlan:
     """Text of the operator's chat template; empty: that of the model."""
     token: str = field(default="", repr=False)
     """Token between processes of different nodes, unless a file is configured."""
+    vision: VisionTraits = field(default_factory=VisionTraits)
+    """Whether the model reads images, and how."""
     vocab_tokens: int = 0
     """Token ids that the model has: a tokenizer may know more; 0: as many as the tokenizer."""
     shards: int = 1
@@ -58,6 +62,19 @@ class AppPlan:
     def named(self, role: str) -> str:
         """The name of a deployment or socket of this shard; unchanged if there is one shard."""
         return role if self.shards == 1 else f"{role}-{self.shard}"
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Stages of the application, in the order of a request."""
+        return stages_of(has_images=self.vision.layout is not None)
+
+    @property
+    def encode_workers(self) -> int:
+        """Processes with an encode stage."""
+        if self.vision.layout is None:
+            return 0
+        is_colocated = self.config.topology == "colocated"
+        return self.readers if is_colocated else self.config.encode.actor.num_replicas
 
     @property
     def windows(self) -> Windows | None:
@@ -120,8 +137,11 @@ class AppPlan:
 
     @property
     def bookable_bytes(self) -> int:
-        """Page memory that requests may reserve: all but free lists and prefix cache."""
-        return self.pool_pages * self.pages.page_bytes - self._stock_bytes - self.pages.prefix_bytes
+        """Page memory that requests may reserve: all but free lists and the caches of prefixes and
+        of image features."""
+        features = self.encode_workers * self.config.encode.cache_bytes
+        kept = self._stock_bytes + self.pages.prefix_bytes + features
+        return self.pool_pages * self.pages.page_bytes - kept
 
     @property
     def _stock_bytes(self) -> int:
@@ -131,7 +151,8 @@ class AppPlan:
     @property
     def workers(self) -> int:
         """Upper bound of the number of processes that allocate pages."""
-        return sum(group.most for group in self.config.worker_groups().values())
+        encoders = 0 if self.config.topology == "colocated" else self.encode_workers
+        return sum(group.most for group in self.config.worker_groups().values()) + encoders
 
     @property
     def readers(self) -> int:
@@ -184,10 +205,18 @@ class AppPlan:
             )
         if 4 * self.bookable_bytes < capacity:
             raise ConfigError(
-                f"pool.prefix_bytes={self.pages.prefix_bytes}: with the free lists of workers it "
+                f"pool.prefix_bytes={self.pages.prefix_bytes}: with the free lists of workers "
+                f"{self._with_features}it "
                 f"leaves {self.bookable_bytes} bytes of pool.kv_cache_memory_bytes={capacity}"
                 f"{self._each} for requests, less than a quarter: lower it or raise the capacity"
             )
+
+    @property
+    def _with_features(self) -> str:
+        if not self.encode_workers:
+            return ""
+        kept = self.config.encode.cache_bytes
+        return f"and encode.cache_bytes={kept} of {self.encode_workers} workers "
 
     @property
     def _each(self) -> str:

@@ -5,6 +5,7 @@ scheduler has neither a clock nor sockets: messages and the time go in, messages
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from triptych.core.config import RouterConfig
 from triptych.core.errors import (
@@ -20,6 +21,7 @@ from triptych.core.messages import (
     Evicted,
     Fetched,
     Finished,
+    ImagesEncoded,
     Lowered,
     Message,
     PagesWanted,
@@ -223,6 +225,8 @@ class Scheduler:
                 self._progress.confirm(message, sender)
             case Prefilled():
                 self._progress.prefilled(message, sender, now)
+            case ImagesEncoded():
+                self._progress.images_encoded(message, sender)
             case Planned():
                 self._progress.planned(message, sender, now)
             case Compressed():
@@ -267,7 +271,10 @@ class Scheduler:
             blocked_reason=self._dispatch.blocked_reason,
             oldest_waiting_s=0.0 if oldest is None else now - oldest,
             counters=dict(self._cluster.counters),
-            workers=tuple(self._cluster.load_index.loads()),
+            workers=tuple(
+                replace(load, encode_pixels=self._cluster.image_encoders.pixels_at(load.address))
+                for load in self._cluster.load_index.loads()
+            ),
             stage_times=requests.stage_times.snapshot(),
         )
 
@@ -321,6 +328,7 @@ class Scheduler:
             in_state_s=now - entry.since,
             worker=entry.worker,
             decode_worker=entry.placement.decode_worker,
+            image_encoder=entry.placement.image_encoder,
             held_bytes=self._cluster.ledger.held_of(request),
             booked_bytes=self._cluster.ledger.booked_by(request),
             bound_bytes=self._cluster.ledger.bound_of(request),
@@ -331,6 +339,8 @@ class Scheduler:
     def _blocked_reason(self, entry: Entry) -> HeldBy:
         if entry.placement.waits_for is not None:
             return "shared_prompt"
+        if entry.id in self._cluster.image_encoders.without:
+            return "no_encoder"
         return self._dispatch.blocked_reason if entry.state is State.WAITING else ""
 
 

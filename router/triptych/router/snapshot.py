@@ -62,6 +62,8 @@ class WorkerLoad:
     running: int = 0
     """Requests that it decodes or was chosen for."""
     role: Role = "both"
+    encode_pixels: int = 0
+    """Pixels of images that it is encoding."""
 
 
 HeldBy = Literal[
@@ -73,6 +75,7 @@ HeldBy = Literal[
     "no_bytes",
     "gathering",
     "shared_prompt",
+    "no_encoder",
 ]
 """Why the line waits; empty if nobody does.
 
@@ -81,6 +84,8 @@ HeldBy = Literal[
 ``gathering``: a batch of fixed size is not full yet.
 
 ``shared_prompt``: of one request, another one computes blocks of its prompt; the others go on.
+
+``no_encoder``: of one request, its images need an encode worker; the others go on.
 
 ``prefill_busy``: no prefill worker has room, or those that have are silent and so count as full.
 """
@@ -109,6 +114,8 @@ class Explanation:
     """Address of the worker that has it; empty while it waits."""
     decode_worker: str
     """Address of the decode worker with a slot for it; empty until it is chosen."""
+    image_encoder: str
+    """Address of the encode worker that has its images; empty without images, or afterwards."""
     held_bytes: int
     """Bytes of its pages, as its stage reported last."""
     booked_bytes: int

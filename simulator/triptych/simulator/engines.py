@@ -150,7 +150,7 @@ class NodeCache:
         self.blocks.keep(block_keys(tokens, salt, self.block_tokens))
 
     def _keys(self, request: Request) -> tuple[bytes, ...]:
-        return block_keys(pack_tokens(request.known), request.cache_salt, self.block_tokens)
+        return block_keys(pack_tokens(request.known_keys), request.cache_salt, self.block_tokens)
 
 
 class PrefillSimulation:

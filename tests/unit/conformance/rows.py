@@ -14,7 +14,6 @@ from tests.learned import CHUNK_TOKENS, networks_beside
 from tests.tiny import DIFFKV
 from tests.unit.workers.decode.test_resume import Client, Stages
 from triptych.core.layout import FORMATS
-from triptych.core.learned_files import LearnedFile, NetworkKind
 from triptych.core.messages import (
     Compress,
     Compressed,
@@ -26,6 +25,7 @@ from triptych.core.messages import (
     Request,
     Send,
 )
+from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.table import METHODS
 from triptych.kernels import OPS, load_tokens
 from triptych.workers.kv.handle_codec import unpack_run

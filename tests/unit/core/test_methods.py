@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from triptych.core.config import AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError, UnknownMethod
 from triptych.core.layout import Geometry
-from triptych.core.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.composition import PROVIDED, RULES, Method, Part, Trait
+from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.parts import ATTENTION, EVERY_TOKEN, HADAMARD, ONE_RANGE
 from triptych.core.methods.table import METHODS, policies_of
 from triptych.core.methods.uniform import uniform

@@ -39,6 +39,8 @@ WORKERS: dict[str, tuple[Stage, ...]] = {
     "C": ("compress",),
     "D": ("decode",),
     "E": ("decode",),
+    "I": ("encode",),
+    "J": ("encode",),
 }
 ALL_STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 """Of any other worker."""

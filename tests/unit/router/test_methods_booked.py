@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.router.driver import MODEL, Driver, request
-from triptych.core.learned_files import LearnedFile
 from triptych.core.messages import Compress, Failed, Prefill
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.policy import Policy
 from triptych.router import ByteModel
 from triptych.router.models.prompt_blocks import PromptToPlace

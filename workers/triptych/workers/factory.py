@@ -15,6 +15,8 @@ from triptych.workers.compress.compress_engine import CompressEngine
 from triptych.workers.core_scheduler import Cores, DedicatedCores, SharedCores
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.device import CPU, Device, device_for
+from triptych.workers.encode.encode_engine import EncodeEngine, Tower
+from triptych.workers.encode.feature_cache import FeatureCache
 from triptych.workers.kv.prefix_cache import PrefixStore
 from triptych.workers.models.kv_rotation import Coordinates
 from triptych.workers.models.load import load
@@ -40,13 +42,13 @@ def load_model(
     stages: Sequence[Stage],
     device: Device = CPU,
 ) -> ModelContext | None:
-    """Load the model on the device of the stages; None if the only stage is the compressor.
+    """Load the model on the device of the stages; None if none of them runs it.
 
     Loading runs in a thread of its own, which then ends. OpenMP keeps a team of threads for every
     thread that ever computed. With more of them than cores, threads that wait for the next kernel
     sleep at once, and a step of one request takes twice as long.
     """
-    if all(stage == "compress" for stage in stages):
+    if not {"prefill", "decode"} & set(stages):
         return None
     with ThreadPoolExecutor(1, "load") as loading:
         return loading.submit(_load_context, config, plan, model_path, device.name).result()
@@ -62,6 +64,21 @@ def _load_context(
         ModelRunner(model, Coordinates.of(plan.policy.kv_rotation, plan.geometry, device)),
         OutputFactory(model, config.context_tokens(model.context_tokens)),
     )
+
+
+def load_vision(
+    config: AppConfig, model_path: Path, stages: Sequence[Stage], device: Device = CPU
+) -> Tower | None:
+    """Load what the encode stage runs; None without that stage. In a thread, as ``load_model``."""
+    if "encode" not in stages:
+        return None
+    from triptych.workers.models.vision.vision_tower import (  # noqa: PLC0415 - few models have one
+        VisionTower,
+    )
+
+    with ThreadPoolExecutor(1, "load") as loading:
+        read = loading.submit(VisionTower.read, model_path, config.model.dtype, device.name)
+        return read.result()
 
 
 def prefix_store(
@@ -86,14 +103,21 @@ def make_engines(
     draw: Draw = sample,
     prefixes: PrefixStore | None = None,
     device: Device = CPU,
+    tower: Tower | None = None,
 ) -> list[Engine]:
     """Make one engine per stage, with a common registration at the pool.
 
     Without ``prefixes`` the engines do not use the prefix cache. ``device``: the device of the
-    engines and of the model.
+    engines and of the model. ``tower``: for the encode stage.
     """
+    engines = list[Engine]()
+    if tower is not None:
+        pages = config.encode.cache_bytes // plan.page_bytes
+        cache = FeatureCache(pool, pages)
+        engines.append(EncodeEngine(tower, pool, cache, config.encode.max_batch_pixels))
     if model_context is None:
-        return [CompressEngine(pool, plan, prefixes, device)]
+        is_compressor = "compress" in stages
+        return [*engines, *([CompressEngine(pool, plan, prefixes, device)] * is_compressor)]
     runner, answers = model_context.runner, model_context.answers
     half = not device.is_host and config.model.dtype != "float32"
     makers: dict[Stage, Callable[[], Engine]] = {
@@ -123,7 +147,7 @@ def make_engines(
             device,
         ),
     }
-    return [makers[stage]() for stage in stages]
+    return [*engines, *(makers[stage]() for stage in stages if stage in makers)]
 
 
 def capture_usual_steps(engines: Iterable[Engine]) -> None:
@@ -140,6 +164,7 @@ def capture_usual_steps(engines: Iterable[Engine]) -> None:
 def actor_config(config: AppConfig, stage: Stage) -> ActorConfig:
     """Number of replicas and resources of a stage."""
     by_stage: dict[Stage, ActorConfig] = {
+        "encode": config.encode.actor,
         "prefill": config.prefill.actor,
         "compress": config.compressor.actor,
         "decode": config.decode.actor,

@@ -1,4 +1,4 @@
-"""The three stages in one process, without Ray: for tests, evaluation and notebooks.
+"""The stages in one process, without Ray: for tests, evaluation and notebooks.
 
 The engines, the pool and the scheduler are those of the served application; only the transport
 is missing. Messages between router and stages are packed and unpacked as on the wire.
@@ -19,15 +19,16 @@ from typing import Self
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import StageLost
+from triptych.core.images import Image, expand_images
 from triptych.core.messages import (
     POOL,
     ROUTER,
-    STAGES,
     BorrowCacheMemory,
     Cancel,
     CompressionReport,
     Failed,
     FinishReason,
+    ImageData,
     Message,
     PromptLogprobs,
     Register,
@@ -37,7 +38,9 @@ from triptych.core.messages import (
     Submit,
     TokenLogprob,
     Tokens,
+    WantImages,
     pack,
+    stages_of,
     unpack,
 )
 from triptych.core.pages import PagePlan
@@ -51,6 +54,7 @@ from triptych.workers.device import Device
 from triptych.workers.factory import (
     device_of,
     load_model,
+    load_vision,
     make_engines,
     prefix_store,
 )
@@ -58,6 +62,7 @@ from triptych.workers.loop import StageLoop, StepWrapper
 from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
 from triptych.workers.models.store.model_store import resolve
+from triptych.workers.models.vision.vision_traits import describe_vision
 from triptych.workers.sampling.sampler import Draw, sample
 
 WORKER, CLIENT = "worker", "client"
@@ -115,9 +120,12 @@ class LocalServer:
 
         ``device``: the device of all stages; None: that of decode in the settings.
         """
-        device = device or device_of(config, STAGES)
         path = model_path or resolve(config.model.name)
-        facts = describe(path)
+        facts, vision = describe(path), describe_vision(path)
+        self._images = dict[bytes, Image]()
+        self._layout = vision.layout
+        stages = stages_of(has_images=vision.layout is not None)
+        device = device or device_of(config, stages)
         self.plan = PagePlan.of(
             config,
             facts.geometry,
@@ -134,20 +142,23 @@ class LocalServer:
         self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes, disk, folder)
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = SharedCores(Path(self._directory.name))
-        model_context = load_model(config, self.plan, path, STAGES, device)
+        model_context = load_model(config, self.plan, path, stages, device)
+        tower = load_vision(config, path, stages, device)
         self.weight_bytes = model_context.answers.model.network.step_bytes if model_context else 0
         """Bytes of weights that a forward pass reads."""
         self.vocab_size = facts.vocab_size
         self._prefixes = prefix_store(config, self.plan, self.pool, facts.revision, device)
         engines = make_engines(
-            config, self.plan, model_context, self.pool, STAGES, draw, self._prefixes, device
+            config, self.plan, model_context, self.pool, stages, draw, self._prefixes, device, tower
         )
         grammars = model_context.answers.grammars if model_context else None
         self._loop = StageLoop(WORKER, engines, self._deliver, cores, grammars)
         self._scheduler = open_scheduler(
             config.router,
             self.plan,
-            capacity_bytes=pages * self.plan.page_bytes - self.plan.prefix_bytes,
+            capacity_bytes=pages * self.plan.page_bytes
+            - self.plan.prefix_bytes
+            - config.encode.cache_bytes * (tower is not None),
             timeouts=Timeouts(report_bound_s=math.inf, silent_s=math.inf),
         )
         self._lock = threading.Lock()
@@ -158,7 +169,7 @@ class LocalServer:
         hello = Register(
             name=WORKER,
             address=WORKER,
-            stages=STAGES,
+            stages=stages,
             arena=self.pool.arena.id,
             max_requests=config.decode.max_num_seqs,
         )
@@ -211,10 +222,29 @@ class LocalServer:
         """Send a message to the stages directly, without the router."""
         self._loop.post(message)
 
-    def request(self, prompt: Sequence[int], sampling: Sampling) -> Request:
-        """A request to this server."""
-        name = f"local-{next(self._ids)}"
-        return Request(id=name, prompt=tuple(prompt), sampling=sampling, reply_to=CLIENT)
+    def request(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        images: Sequence[Image] = (),
+        cache_salt: str = "",
+    ) -> Request:
+        """A request to this server. ``prompt`` has one placeholder for each of ``images``.
+
+        Raises: RequestError if it has not
+        """
+        name, spans = f"local-{next(self._ids)}", ()
+        if images and self._layout is not None:
+            self._images |= {image.digest: image for image in images}
+            prompt, spans = expand_images(prompt, images, self._layout)
+        return Request(
+            id=name,
+            prompt=tuple(prompt),
+            sampling=sampling,
+            reply_to=CLIENT,
+            images=spans,
+            cache_salt=cache_salt,
+        )
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests together and wait for all of them."""
@@ -279,6 +309,16 @@ class LocalServer:
         (message,) = unpack(pack([send.message]))
         if send.to == WORKER:
             self._loop.post(message)
+        elif isinstance(message, WantImages):
+            for image in map(self._images.__getitem__, message.digests):
+                data = ImageData(
+                    request=message.request,
+                    digest=image.digest,
+                    width=image.width,
+                    height=image.height,
+                    rgb=image.rgb,
+                )
+                self._loop.post(data)
         elif isinstance(message, BorrowCacheMemory):
             self._to_router(self.pool.borrow_cache_memory(message.bytes), POOL)
         elif isinstance(message, Tokens) and (journey := self._journeys.get(message.request)):

@@ -9,9 +9,13 @@ from triptych.core.messages import (
     Cancel,
     Compress,
     Encode,
+    EncodeImages,
     Evict,
     Expect,
     Finished,
+    ImageData,
+    ImagesEncoded,
+    ImagesRead,
     Join,
     Layers,
     LayersEncoded,
@@ -91,6 +95,13 @@ def requests_of(message: Message) -> list[str]:
         ):
             return list(names)
         case Layers(request=name) | LayersEncoded(request=name) | Evict(request=name):
+            return [name]
+        case (
+            EncodeImages(request=name)
+            | ImageData(request=name)
+            | ImagesEncoded(request=name)
+            | ImagesRead(request=name)
+        ):
             return [name]
         case Join(request=request) | Resume(join=Join(request=request)):
             return [request.id]

@@ -13,7 +13,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.pages import NEAR_SHARE
 
 if TYPE_CHECKING:
-    from triptych.core.learned_files import LearnedFile
+    from triptych.core.methods.learned_files import LearnedFile
     from triptych.core.profile import Profile
     from triptych.workers.models.traits import ModelShape
 

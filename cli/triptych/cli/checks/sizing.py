@@ -8,7 +8,7 @@ from triptych.cli.checks.diagnosis import processes_bytes
 from triptych.core.config import MIB, AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry
-from triptych.core.learned_files import LearnedFile
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.pages import PagePlan
 from triptych.core.profile import Profile
 from triptych.core.shards import shard_of

@@ -6,13 +6,14 @@ from triptych.core.config.ingress import IngressConfig
 from triptych.core.config.model import DType, ModelConfig, Quantization
 from triptych.core.config.network import NetworkConfig
 from triptych.core.config.pool import PoolConfig
-from triptych.core.config.request_limits import RequestLimitsConfig
+from triptych.core.config.request_limits import ImageLimitsConfig, RequestLimitsConfig
 from triptych.core.config.router import RouterConfig
 from triptych.core.config.stages import (
     ActorConfig,
     AutoscalingConfig,
     CompressorConfig,
     DecodeConfig,
+    EncodeConfig,
     PrefillConfig,
     check_policy,
 )
@@ -30,7 +31,9 @@ __all__ = [
     "CompressorConfig",
     "DType",
     "DecodeConfig",
+    "EncodeConfig",
     "ExperimentalConfig",
+    "ImageLimitsConfig",
     "IngressConfig",
     "ModelConfig",
     "NetworkConfig",

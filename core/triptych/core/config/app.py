@@ -17,6 +17,7 @@ from triptych.core.config.stages import (
     AutoscalingConfig,
     CompressorConfig,
     DecodeConfig,
+    EncodeConfig,
     PrefillConfig,
 )
 from triptych.core.config.values import require, with_sizes
@@ -57,6 +58,9 @@ class AppConfig:
     min_nodes: int = 1
     """How many nodes to wait for before the application starts. If there are several by then, it
     uses those that join later too; if there is one, it keeps to that."""
+
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
+    """The encode stage; only models that read images have it."""
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     """The prefill stage."""
@@ -125,9 +129,12 @@ class AppConfig:
             for name, stage in stages.items()
         }
 
-    def autoscaling(self, stage: Literal["prefill", "compress", "decode"]) -> AutoscalingConfig:
+    def autoscaling(
+        self, stage: Literal["encode", "prefill", "compress", "decode"]
+    ) -> AutoscalingConfig:
         """When a stage gets more copies."""
         by_stage = {
+            "encode": AutoscalingConfig(),
             "prefill": self.prefill.autoscaling,
             "compress": self.compressor.autoscaling,
             "decode": self.decode.autoscaling,

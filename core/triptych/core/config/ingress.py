@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from triptych.core.config.request_limits import RequestLimitsConfig
+from triptych.core.config.request_limits import ImageLimitsConfig, RequestLimitsConfig
 from triptych.core.config.values import HOST, MIB, is_host, require
 
 
@@ -72,6 +72,9 @@ class IngressConfig:
 
     limits: RequestLimitsConfig = field(default_factory=RequestLimitsConfig)
     """Bounds on what one request may hold."""
+
+    images: ImageLimitsConfig = field(default_factory=ImageLimitsConfig)
+    """Bounds on images."""
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "ingress.num_replicas", self.num_replicas, ">= 1")

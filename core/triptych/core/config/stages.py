@@ -1,10 +1,10 @@
-"""The three stages, and the actors that they run in."""
+"""The stages, and the actors that they run in."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from triptych.core.config.steps import SelectionConfig, StepPluginConfig
-from triptych.core.config.values import Auto, require
+from triptych.core.config.values import MIB, Auto, require
 from triptych.core.errors import ConfigError
 from triptych.core.layout import page_format
 from triptych.core.plugins import POLICY_NAMES
@@ -85,6 +85,27 @@ class AutoscalingConfig:
     def most(self, actor: ActorConfig) -> int:
         """Copies that there may ever be at once."""
         return max(actor.num_replicas, self.max_replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeConfig:
+    """The stage that computes features of images, for models that read images."""
+
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """Copies and their resources."""
+
+    max_batch_pixels: int = 4_194_304
+    """Maximum pixels of the images of one step, as clients sent them; a larger image takes a step
+    of its own."""
+
+    cache_bytes: int = 64 * MIB
+    """Page memory of each copy for features of images that may come again, part of
+    ``pool.kv_cache_memory_bytes``; the least recently used are evicted first. 0: no cache."""
+
+    def __post_init__(self) -> None:
+        pixels, kept = self.max_batch_pixels, self.cache_bytes
+        require(pixels >= 1, "encode.max_batch_pixels", pixels, ">= 1")
+        require(kept >= 0, "encode.cache_bytes", kept, ">= 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,14 @@ from triptych.core.messages.client_messages import (
     failed,
     submits,
 )
+from triptych.core.messages.image_messages import (
+    EncodeImages,
+    FeatureHandle,
+    ImageData,
+    ImagesEncoded,
+    ImagesRead,
+    WantImages,
+)
 from triptych.core.messages.request import (
     NO_SLO,
     STAGES,
@@ -27,6 +35,7 @@ from triptych.core.messages.request import (
     Stage,
     TokenLogprob,
     TokenRank,
+    stages_of,
 )
 from triptych.core.messages.wire import (
     MAX_FRAME_BYTES,
@@ -98,15 +107,20 @@ __all__ = [
     "Drain",
     "Drained",
     "Encode",
+    "EncodeImages",
     "Evict",
     "Evicted",
     "Expect",
     "Expel",
     "Failed",
+    "FeatureHandle",
     "Fetched",
     "FinishReason",
     "Finished",
     "Floor",
+    "ImageData",
+    "ImagesEncoded",
+    "ImagesRead",
     "Join",
     "Layers",
     "LayersEncoded",
@@ -139,11 +153,13 @@ __all__ = [
     "TokenRank",
     "Tokens",
     "Unknown",
+    "WantImages",
     "failed",
     "message",
     "pack",
     "pack_tokens",
     "requests_in",
+    "stages_of",
     "submits",
     "unpack",
 ]

@@ -7,14 +7,20 @@ from itertools import repeat
 from typing import Literal
 
 from triptych.core.errors import MessageError
+from triptych.core.images import ImageSpan, content_keys
 
 FinishReason = Literal["stop", "length"]
-Stage = Literal["prefill", "compress", "decode"]
+Stage = Literal["encode", "prefill", "compress", "decode"]
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
-"""In the order of a request."""
+"""Stages of every model, in the order of a request."""
 Floor = Literal["low", "high"]
 """The lowest class that may store tokens of a request. ``low``: as the policy decides, and high
 tokens become low when memory is short. ``high``: all tokens are high at least, none is dropped."""
+
+
+def stages_of(*, has_images: bool) -> tuple[Stage, ...]:
+    """Stages of a model; one that reads images has an encode stage before the others."""
+    return ("encode", *STAGES) if has_images else STAGES
 
 
 PromptKey = tuple[str, str, int | None, int, tuple[int, ...]]
@@ -147,6 +153,20 @@ class Request:
     """The strictest floor of the server, the key and the request."""
     method: str = ""
     """Name of its compression method; empty: the server's default."""
+    images: tuple[ImageSpan, ...] = ()
+    """Images of the prompt, in order. Such a request is never computed in context windows."""
+
+    @property
+    def known_keys(self) -> tuple[int, ...]:
+        """The ``known`` tokens as the prefix cache sees them: those of an image cover its content.
+
+        Everything that compares beginnings of prompts uses these."""
+        return content_keys(self.known, self.images) if self.images else self.known
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of the features of its images."""
+        return sum(image.feature_bytes for image in self.images)
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -162,7 +182,7 @@ class Request:
     def prompt_key(self) -> PromptKey:
         """Equal for requests whose prompts have the same keys and values."""
         limit, own = self.cached_at_most, self.known_prompt_tokens
-        return (self.method, self.cache_salt, limit, own, self.known)
+        return (self.method, self.cache_salt, limit, own, self.known_keys)
 
     @property
     def is_scored(self) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from triptych.core.config import CompressorConfig
 from triptych.core.errors import ConfigError
-from triptych.core.learned_files import NetworkKind
+from triptych.core.methods.learned_files import NetworkKind
 
 if TYPE_CHECKING:
     from triptych.core.policy import Policy

@@ -1,7 +1,7 @@
 """Parts that several methods are made of."""
 
-from triptych.core.learned_files import NetworkKind
 from triptych.core.methods.composition import Part, Trait
+from triptych.core.methods.learned_files import NetworkKind
 
 ATTENTION = Part(
     role="scorer",

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from triptych.core.config import CompressorConfig
 from triptych.core.errors import ConfigError
-from triptych.core.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.composition import PROVIDED, WITH_PROFILE, Method
+from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.plugins import POLICY_NAMES
 from triptych.core.policy import KVRotation, Policy
 from triptych.core.profile import Profile, Settings

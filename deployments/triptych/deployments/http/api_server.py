@@ -12,7 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from triptych.core.errors import Overloaded, RequestError, RequestNotFound, TriptychError
+from triptych.core.errors import (
+    Overloaded,
+    RequestError,
+    RequestNotFound,
+    TriptychError,
+    Unsupported,
+)
 from triptych.deployments.http.dashboard import Dashboard, DashboardSource, no_dashboard
 from triptych.deployments.http.errors import RETRY_AFTER_S, ApiError, RequestFailed, report
 from triptych.deployments.http.interfaces import (
@@ -31,6 +37,7 @@ from triptych.deployments.http.openai.protocol import (
     TokenizeBody,
     validate,
 )
+from triptych.deployments.http.openai.request_builder import image_sources
 from triptych.deployments.http.openai.responses import ResponseBuilder
 from triptych.deployments.http.openapi import document
 from triptych.deployments.http.serving import PROBE_TIMEOUT_S, OpenAIServing, with_header_fields
@@ -235,6 +242,9 @@ class RouteHandlers:
                     prompt, add_special_tokens=body.add_special_tokens, max_tokens=most
                 )
             case TokenizeBody(prompt=None, messages=list(messages)):
+                if sources := image_sources(messages):
+                    text = "images: /tokenize reads text; usage.prompt_tokens of a chat counts them"
+                    raise Unsupported(text, sources[0].param)
                 return await self._request_builder.encode_messages(
                     messages, body, body.tools, max_tokens=most
                 )

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from triptych.core.images import Image, ImageLayout
 from triptych.core.messages import Failed, Floor, Request, Tokens
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
@@ -56,6 +57,10 @@ class ModelCard:
     """Whether answers begin with reasoning: ``think``, ``none``, or ``auto``, by the template."""
     fingerprint: str = ""
     """OpenAI's ``system_fingerprint``: changes with weights, config and tokenizer; empty: none."""
+    images: ImageLayout | None = None
+    """What stands in a prompt for an image; None: images are not read."""
+    images_reason: str = "this model reads text only"
+    """Why they are not."""
     root: str = ""
     """Where the weights come from; empty: ``name``."""
 
@@ -118,8 +123,12 @@ class Engine(Protocol):
         """The address that stages send tokens to: ``Request.reply_to``."""
         ...
 
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens | Failed, None]:
+    def generate(
+        self, requests: Sequence[Request], images: Sequence[Image] = ()
+    ) -> AsyncGenerator[Tokens | Failed, None]:
         """Yield the tokens of all choices of one client request as they are sampled.
+
+        ``images``: those that the prompts of all the requests name.
 
         Ends when each request has finished or failed. Closing the generator, or cancelling the
         task that awaits it, cancels what still runs and frees its memory.

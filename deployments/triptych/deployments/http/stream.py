@@ -43,7 +43,7 @@ async def follow(
     """
     choices = dict(zip((r.id for r in job.requests), answer.choices, strict=True))
     with metrics.track(job.requests) as timer:
-        async with aclosing(engine.generate(job.requests)) as items:
+        async with aclosing(engine.generate(job.requests, job.images)) as items:
             async for item in items:
                 if isinstance(item, Failed):
                     raise RequestFailed(item)

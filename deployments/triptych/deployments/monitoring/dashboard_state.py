@@ -94,6 +94,7 @@ class DashboardState:
             "role": load.role,
             "full": load.is_full,
             "report_age_s": None if age_s is None else _seconds(age_s),
+            "encode_pixels": load.encode_pixels,
             "prefill_tokens": load.prefill_tokens,
             "compress_tokens": load.compress_tokens,
             "free_slots": load.free_slots,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
-from triptych.core.messages import STAGES, Report
+from triptych.core.messages import STAGES, Report, Stage
 from triptych.kvpool import DiskStats, PoolStats
 from triptych.router import RouterSnapshot
 from triptych.router.snapshot import HeldBy
@@ -26,6 +26,8 @@ class Status:
     """None for a pool that does not answer."""
     reports: tuple[Report, ...]
     """The last report of each worker."""
+    stages: tuple[Stage, ...] = STAGES
+    """Stages of the application."""
 
     @classmethod
     def of(cls, shards: "Sequence[Status]") -> Self:
@@ -47,13 +49,14 @@ class Status:
             ),
             pools=tuple(pool for status in shards for pool in status.pools),
             reports=tuple(report for status in shards for report in status.reports),
+            stages=shards[0].stages,
         )
 
     @property
     def missing_stages(self) -> list[str]:
         """Stages without a worker."""
         there = {stage for worker in self.router.workers for stage in worker.stages}
-        return [stage for stage in STAGES if stage not in there]
+        return [stage for stage in self.stages if stage not in there]
 
     def gauges(self) -> Mapping[str, float]:
         """Metrics by name and labels."""
@@ -100,7 +103,7 @@ class Status:
             gauges[f'triptych_router_requests{{state="{state}"}}'] = float(count)
         for reason, count in router.counters.items():
             gauges[f'triptych_router_decisions{{reason="{reason}"}}'] = float(count)
-        for stage in STAGES:
+        for stage in self.stages:
             workers = [worker for worker in router.workers if stage in worker.stages]
             gauges[f'triptych_workers{{stage="{stage}"}}'] = float(len(workers))
         for part, times in router.stage_times.items():

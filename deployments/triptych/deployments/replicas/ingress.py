@@ -58,6 +58,8 @@ class IngressReplica:
                 window_tokens=self._plan.context_tokens,
                 vocab_tokens=self._plan.vocab_tokens,
                 created=int(time.time()),
+                images=self._plan.vision.layout,
+                images_reason=self._plan.vision.reason,
                 methods=tuple(self._plan.pages.by_method),
                 scoring_methods=tuple(
                     name

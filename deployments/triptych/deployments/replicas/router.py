@@ -83,7 +83,9 @@ class RouterReplica:
         """Workers, reserved memory and counters, for /health and /metrics."""
         snapshot = self._scheduler.snapshot(time.monotonic())
         pool_stats = await asyncio.to_thread(self._pools.stat)
-        return Status(snapshot, pool_stats, tuple(self._reports.values()))
+        return Status(
+            snapshot, pool_stats, tuple(self._reports.values()), stages=self._node.plan.stages
+        )
 
     async def dashboard_state(self) -> DashboardState:
         """A snapshot of this shard, for the dashboard."""

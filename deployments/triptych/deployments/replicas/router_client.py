@@ -10,9 +10,11 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from triptych.core.errors import Cancelled, Overloaded, ShuttingDown, StageLost, TriptychError
+from triptych.core.images import Image
 from triptych.core.messages import (
     Drain,
     Failed,
+    ImageData,
     Message,
     Register,
     RegisterAgain,
@@ -20,6 +22,7 @@ from triptych.core.messages import (
     Submit,
     Tokens,
     Unknown,
+    WantImages,
     failed,
 )
 from triptych.deployments.app_plan import AppPlan, new_name
@@ -67,6 +70,9 @@ class RouterClient:
         self.stats = RouterStats(self.shards, names, routers, workers)
         self.attempts = AttemptTable(plan.windows)
         """The present attempt at each running request."""
+        self._images = dict[str, Sequence[Image]]()
+        """Images of the requests that run, by the client's request; ``ImageDecoder`` bounds their
+        bytes."""
         self._unsent = dict[str, RequestAttempts]()
         """Attempts that wait for a router, by the request's id."""
         self._grace: asyncio.TimerHandle | None = None
@@ -100,7 +106,9 @@ class RouterClient:
             return Health(ok=False, reason=str(ShuttingDown()))
         return await self.stats.health()
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, requests: Sequence[Request], images: Sequence[Image] = ()
+    ) -> AsyncGenerator[Event, None]:
         """Yield tokens of all the requests as they arrive; closing it cancels what still runs.
 
         Raises: ShuttingDown; Cancelled if ``MAX_EVENTS`` of them wait, since the client reads too
@@ -119,6 +127,7 @@ class RouterClient:
                 is_stalled = True
                 self._abort(list(running.values()))
 
+        self._images |= dict.fromkeys((r.id for r in requests), images) if images else {}
         running = {r.id: self.attempts.start(r, tell) for r in requests}
         self._submit(list(running.values()))
         try:
@@ -131,6 +140,8 @@ class RouterClient:
                 yield event
         finally:
             self._abort(list(running.values()))
+            for request in requests:
+                self._images.pop(request.id, None)
 
     def _receive(self, messages: Sequence[Message], sender: str) -> None:
         for message in messages:
@@ -139,12 +150,28 @@ class RouterClient:
                     self._event(message)
                 case Unknown():
                     self._unknown(message)
+                case WantImages():
+                    self._send_images(message, sender)
                 case Drain():
                     self._links.drain(sender)
                 case RegisterAgain():
                     self._links.forgotten(sender)
                 case _:
                     pass
+
+    def _send_images(self, message: WantImages, encoder: str) -> None:
+        """Send pixels to an encode worker; it asks only for images that it has not cached."""
+        attempts = self.attempts.get(message.request)
+        held = self._images.get(attempts.request.id, ()) if attempts is not None else ()
+        for image in {one.digest: one for one in held if one.digest in message.digests}.values():
+            data = ImageData(
+                request=message.request,
+                digest=image.digest,
+                width=image.width,
+                height=image.height,
+                rgb=image.rgb,
+            )
+            self._channel.post(encoder, data)
 
     def _event(self, message: Event) -> None:
         """Take output of an attempt, or its failure."""

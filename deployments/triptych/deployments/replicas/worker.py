@@ -36,6 +36,7 @@ from triptych.workers.factory import (
     cores_for,
     device_of,
     load_model,
+    load_vision,
     make_engines,
     prefix_store,
 )
@@ -85,6 +86,9 @@ class WorkerReplica:
             load_model, plan.config, plan.pages, plan.model_path, stages, self._device
         )
         model = self._loaded_model
+        self._tower = await asyncio.to_thread(
+            load_vision, plan.config, plan.model_path, stages, self._device
+        )
         if model:
             plan.check_revision(model.answers.model.revision)
         self._live_profiler = LiveProfiler(
@@ -180,6 +184,7 @@ class WorkerReplica:
             self._stages,
             prefixes=self._prefixes,
             device=self._device,
+            tower=self._tower,
         )
         capture_usual_steps(engines)
         cores = cores_for(plan.config, self._stages, plan.turns)

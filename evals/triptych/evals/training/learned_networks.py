@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from triptych.core.config import ModelConfig, require
-from triptych.core.learned_files import NetworkKind
+from triptych.core.methods.learned_files import NetworkKind
 from triptych.evals.data.texts import documents
 from triptych.evals.data.vocabulary import Vocabulary
 from triptych.evals.training.captures import SPLIT, CapturePlan, Captures, capture_documents

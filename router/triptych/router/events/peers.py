@@ -133,9 +133,17 @@ class Peers:
                 for state in states:
                     for entry in requests.in_state(state):
                         self._fail_stranded_request(entry, stage, absent, now)
+        self._fail_without_encoder(now)
         if membership.absent_since("decode") is None:
             self.completion.leave_lost_arenas(now)
         self._fail_largest_stranded(now)
+
+    def _fail_without_encoder(self, now: float) -> None:
+        """Fail requests with images that have waited too long for an encode worker."""
+        absent = self.cluster.membership.absent_since("encode")
+        if absent is not None:
+            for entry in list(self.cluster.image_encoders.without.values()):
+                self._fail_stranded_request(entry, "encode", absent, now)
 
     def _fail_largest_stranded(self, now: float) -> None:
         """Fail requests that fit only with layer-wise prefill, after a wait for a compressor."""

@@ -10,6 +10,8 @@ from triptych.core.messages import (
     Evicted,
     Fetched,
     Finished,
+    ImagesEncoded,
+    ImagesRead,
     Planned,
     Preempted,
     Prefilled,
@@ -52,6 +54,7 @@ class Progress:
             return
         entry = self._expect(message.request, sender, State.PREFILLING, "stray_prefilled")
         if entry is not None:
+            self._images_read(entry)
             entry.transfer.output_tokens = (message.first_token,)
             entry.transfer.handle = message.handle
             entry.transfer.plugin_memory = entry.transfer.logprobs = ()
@@ -83,6 +86,24 @@ class Progress:
             tokens = (shared - hit) * is_together
         if tokens > 0:
             self.cluster.counters["shared_prompt:tokens"] += tokens
+
+    def images_encoded(self, message: ImagesEncoded, sender: str) -> None:
+        """The features of a request's images are in the pool; the prefill worker knows it."""
+        entry = self.cluster.requests.get(message.request)
+        if entry is None or entry.placement.image_encoder != sender:
+            self.cluster.counters["stray_images_encoded"] += 1
+            return
+        self.cluster.image_encoders.ended(entry)
+        different = len({image.digest for image in entry.request.images})
+        self.cluster.counters["images:encoded"] += different - message.cached
+        self.cluster.counters["images:cached"] += message.cached
+
+    def _images_read(self, entry: Entry) -> None:
+        """The prompt of a request is computed, so its images are needed no more."""
+        if entry.placement.image_encoder:
+            address, entry.placement.image_encoder = entry.placement.image_encoder, ""
+            self.cluster.outbox.post(address, ImagesRead(request=entry.id))
+            self.cluster.image_encoders.ended(entry)
 
     def planned(self, message: Planned, sender: str, now: float) -> None:
         entry = self._expect(message.request, sender, State.COMPRESSING, "stray_planned")
@@ -186,6 +207,9 @@ class Progress:
             self.completion.settle(entry, sender)
         elif sender == entry.worker:
             self._finished_at_worker(entry, message, now)
+        elif sender == entry.placement.image_encoder and message.error is not None:
+            entry.placement.image_encoder = ""
+            self.completion.fail(entry, message.error, now)
         elif sender == entry.placement.encoder and message.error is not None:
             entry.placement.encoder = ""
             self.completion.fail(entry, message.error, now)
@@ -197,6 +221,8 @@ class Progress:
         if entry.transfer.source_worker == entry.worker:
             entry.transfer.source_worker = ""
         worker, entry.worker = entry.worker, ""
+        if message.error is None:
+            self._images_read(entry)
         if message.error is not None:
             self.completion.fail(entry, message.error, now)
         elif entry.state in (State.PREFILLING, State.DECODING, State.EVICTING):

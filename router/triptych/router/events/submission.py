@@ -94,12 +94,14 @@ class Submission:
         whole.
         """
         model = self.byte_model.of_method(request.method)
-        whole = model.estimate(request.known_tokens, left)
+        page_bytes = model.plan.page_bytes
+        features = sum(-(-one.feature_bytes // page_bytes) for one in request.images) * page_bytes
+        whole = model.estimate(request.known_tokens, left).with_features(features)
         is_scored = request.sampling.prompt_logprobs >= 0
         if is_scored or not self.dispatch.is_layerwise:
             return whole, None
         parts = model.estimate_in_parts(request.known_tokens, left)
-        return (whole, None) if parts is None else (parts, whole)
+        return (whole, None) if parts is None else (parts.with_features(features), whole)
 
     def _refusal(
         self, request: Request, bound: RequestBytes, now: float

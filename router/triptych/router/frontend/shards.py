@@ -171,7 +171,8 @@ def key_of(request: Request, plan: PagePlan) -> bytes:
 def bytes_of(request: Request, plan: PagePlan) -> int:
     """Bytes that a request counts for in its shard: the most that its router will book."""
     left = max(0, request.sampling.max_tokens - len(request.output_tokens))
-    return ByteModel(plan.of_method(request.method)).estimate(request.known_tokens, left).peak
+    model = ByteModel(plan.of_method(request.method))
+    return model.estimate(request.known_tokens, left).peak + request.feature_bytes
 
 
 def may_pass_on(failure: Failed) -> bool:

@@ -39,6 +39,10 @@ class RequestBytes:
         """The most that it holds at any time, if all stages share one arena."""
         return max(self.raw + self.encoded, self.grown)
 
+    def with_features(self, features: int) -> Self:
+        """The same request with features of images, which prefill reads beside its raw pages."""
+        return replace(self, raw=self.raw + features) if features else self
+
     def corrected(self, compressed: int, shared: int = 0) -> Self:
         """The same request once the compressor has counted its pages."""
         total = compressed + self.growth

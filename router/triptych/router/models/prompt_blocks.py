@@ -61,7 +61,7 @@ class PromptToPlace:
         """Keys of its blocks that may be taken from the prefix cache."""
         if self._keys is None:
             request = self.request
-            packed = pack_tokens(request.known[: request.cached_at_most])
+            packed = pack_tokens(request.known_keys[: request.cached_at_most])
             salt = request.cache_salt
             if request.method:  # methods share no blocks
                 salt = f"{request.method}/{salt}"

@@ -96,6 +96,8 @@ class RequestCompletion:
                 self.fail(entry, StageLost(entry.stage), now)
             elif entry.placement.encoder == address:
                 self.fail(entry, StageLost("compress"), now)
+            elif entry.placement.image_encoder == address:
+                self.fail(entry, StageLost("encode"), now)
             else:
                 self._survive(entry, address)
 

@@ -13,7 +13,7 @@ LOOKED_AT = 3
 """Alternative workers that a decision records."""
 
 Step = Literal["prefill", "compress", "decode"]
-NotedStep = Step | Literal["wait", "resume", "lower"]
+NotedStep = Step | Literal["encode", "wait", "resume", "lower"]
 
 
 @dataclass
@@ -59,6 +59,10 @@ class DecisionLog:
         """A worker was chosen for a running request."""
         seen = self.looked_at("decode" if step == "resume" else step)
         self._note(entry, step, reason, to, seen, now)
+
+    def sent_images(self, entry: Entry, reason: str, to: str, now: float) -> None:
+        """The images of a request were sent to an encode worker."""
+        self._note(entry, "encode", reason, to, (), now)
 
     def lowered(self, entry: Entry, reason: str, now: float) -> None:
         """High tokens of a running request were stored as low ones."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from triptych.core.config import RouterConfig
-from triptych.core.messages import CompressItem, Join, Prefix, Resume, pack_tokens
+from triptych.core.messages import CompressItem, EncodeImages, Join, Prefix, Resume, pack_tokens
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.passes.decision_log import DecisionLog
 from triptych.router.passes.growth import Growth
@@ -45,6 +45,8 @@ class Dispatch:
     blocked_reason: HeldBy = ""
     """Why the first waiting request did not start in the last pass."""
     reasons: DecisionLog = field(init=False)
+    _successors: dict[str, Entry] = field(default_factory=dict[str, Entry])
+    """Requests in prefill whose images are still to be sent to an encode worker."""
 
     def __post_init__(self) -> None:
         self.reasons = DecisionLog(self.cluster)
@@ -53,6 +55,7 @@ class Dispatch:
     def run(self, now: float) -> None:
         """Dispatch every request that can continue, last stage first."""
         self.blocked_reason = ""
+        self._encode_images_of_successors(now)
         if not self.cluster.requests.has_any(MOVABLE):
             return
         self.cluster.load_index.refresh(now)
@@ -244,7 +247,7 @@ class Dispatch:
         if not self.keeps_prefixes or request.is_scored:
             return None
         return Prefix(
-            tokens=pack_tokens(request.known),
+            tokens=pack_tokens(request.known_keys),
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             token_s=entry.transfer.token_s,
@@ -317,6 +320,11 @@ class Dispatch:
             return "" if self._go_on(entry, now) else "no_bytes"
         if self._join_equal(entry, now):
             return ""
+        encoders = self.cluster.image_encoders
+        if entry.request.images and not encoders.workers():
+            encoders.without[entry.id] = entry
+            self.cluster.requests.queue.defer(entry.id)
+            return ""
         choice, blocked_reason = self._place(entry, now)
         if choice is None:
             return blocked_reason
@@ -369,11 +377,50 @@ class Dispatch:
         for entry, outcome in self.shared.released(now):
             self.cluster.requests.queue.restore(entry.id)
             self.cluster.counters[f"shared_prompt:{outcome}"] += 1
+        encoders = self.cluster.image_encoders
+        if encoders.without and encoders.workers():
+            for name in encoders.without:
+                self.cluster.requests.queue.restore(name)
+            encoders.without.clear()
 
     def _ended(self, entry: Entry) -> None:
         successor = self.shared.ended(entry)
+        self._successors.pop(entry.id, None)
         if successor is not None:
             self.cluster.requests.touch(successor)
+            if successor.request.images:
+                self._successors[successor.id] = successor
+
+    # ---------------------------------------------------------------- images
+
+    def _encode_images_of_successors(self, now: float) -> None:
+        """Encode the images of requests whose prompt another one computed until it ended."""
+        for entry in list(self._successors.values()):
+            if entry.state is not State.PREFILLING or self._encode_images(entry, now):
+                del self._successors[entry.id]
+
+    def _encode_images(self, entry: Entry, now: float) -> bool:
+        """Have the images of a request encoded for its prefill worker; False if nobody can."""
+        images, encoders = entry.request.images, self.cluster.image_encoders
+        chosen = encoders.choose(images[0].digest, entry.placement.raw_arena)
+        if chosen is None:
+            return False
+        address, reason = chosen
+        entry.placement.image_encoder = address
+        encoders.started(entry, address)
+        self.cluster.outbox.post(
+            address,
+            EncodeImages(
+                request=entry.id,
+                images=images,
+                cache_salt=entry.request.cache_salt,
+                tenant=entry.request.tenant,
+                source=entry.request.reply_to,
+                reader=entry.worker,
+            ),
+        )
+        self.reasons.sent_images(entry, reason, address, now)
+        return True
 
     # ---------------------------------------------------------------- start
 
@@ -401,7 +448,9 @@ class Dispatch:
         snapshot = self.placer.snapshot(
             entry.placement.prompt,
             self._prefill_limit_tokens,
-            lambda arena: self._final_arena(entry, arena, now) is not None,
+            lambda arena: (
+                self._final_arena(entry, arena, now) is not None and self._can_encode(entry, arena)
+            ),
             now,
         )
         if not len(snapshot):
@@ -413,6 +462,10 @@ class Dispatch:
             return choice, ""
         waits_by_choice = any(snapshot.takes(worker) for worker in snapshot)
         return None, "prefill_busy" if waits_by_choice else "no_bytes"
+
+    def _can_encode(self, entry: Entry, arena: str) -> bool:
+        """Whether a request has no images, or an encode worker stores in an arena."""
+        return not entry.request.images or bool(self.cluster.image_encoders.workers(arena))
 
     def _could_fit(self, sizes: RequestBytes) -> bool:
         """Whether the arenas with most free bytes have room; if not, no arena has."""
@@ -446,6 +499,8 @@ class Dispatch:
             entry.placement.cached_tokens = entry.placement.shared_tokens = entry.prompt_tokens
         self.cluster.outbox.prefill(address, entry.request, entry.placement.encoder)
         self.cluster.requests.move(entry, State.PREFILLING, now)
+        if entry.request.images and equal is None:
+            self._encode_images(entry, now)
         self.reasons.started(entry, reason, choice.reason, place, seen)
         entry.placement.ahead_tokens = self._ahead_tokens(entry)
         self.shared.started(entry, entry.placement.work_arena, equal)

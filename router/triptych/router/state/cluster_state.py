@@ -9,6 +9,7 @@ from triptych.router.models.retry_after import DrainRate
 from triptych.router.policies.batch_gates import Schedule
 from triptych.router.snapshot import WorkerLoad
 from triptych.router.state.byte_ledger import ByteLedger
+from triptych.router.state.image_encoders import ImageEncoders
 from triptych.router.state.load_index import LoadIndex
 from triptych.router.state.membership import Membership
 from triptych.router.state.outbox import Outbox
@@ -23,6 +24,7 @@ class ClusterState:
     ledger: ByteLedger
     load_index: LoadIndex
     requests: Requests
+    image_encoders: ImageEncoders
     outbox: Outbox = field(default_factory=Outbox)
     drain: DrainRate = field(default_factory=DrainRate)
     latency: LatencyForecast = field(default_factory=LatencyForecast)
@@ -44,7 +46,10 @@ class ClusterState:
         load_index = LoadIndex(report_bound_s, ledger.used, schedule.slots, long_tokens)
         ledger.on_change = load_index.rebook
         requests = Requests(on_change=load_index.count, on_removal=load_index.forget)
-        return cls(Membership(report_bound_s), ledger, load_index, requests)
+        membership = Membership(report_bound_s)
+        image_encoders = ImageEncoders(membership, load_index)
+        requests.on_end.append(image_encoders.ended)
+        return cls(membership, ledger, load_index, requests, image_encoders)
 
     def concurrency_with(self, more: int) -> float:
         """Running requests for each decode worker with up to ``more``, as slots and bytes allow.

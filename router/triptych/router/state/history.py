@@ -35,7 +35,7 @@ class Alternative:
 class Decision:
     """One decision about one request, with its inputs."""
 
-    step: Literal["refuse", "wait", "prefill", "compress", "decode", "resume", "lower"]
+    step: Literal["refuse", "wait", "encode", "prefill", "compress", "decode", "resume", "lower"]
     at: float
     reason: str
     chosen: str = ""

@@ -88,6 +88,8 @@ class Placement:
     """Prompt tokens in the queue of its prefill worker when it was sent there, its own included."""
     encoder: str = ""
     """The compressor that receives its layers during prefill, until it compresses the request."""
+    image_encoder: str = ""
+    """The encode worker that has its images, until its prompt is computed."""
     decode_worker: str = ""
     """Address of the decode worker with a slot for it."""
     raw_arena: str = ""
@@ -219,7 +221,13 @@ class Entry:
     @property
     def holders(self) -> list[str]:
         """Workers that may hold pages of it."""
-        may_hold = (self.worker, self.transfer.source_worker, self.placement.encoder)
+        placement = self.placement
+        may_hold = (
+            self.worker,
+            self.transfer.source_worker,
+            placement.encoder,
+            placement.image_encoder,
+        )
         return list(dict.fromkeys(address for address in may_hold if address))
 
 

@@ -85,7 +85,7 @@ def test_the_error_names_the_limit(compiler: GrammarCompiler) -> None:
 
 def test_a_process_that_is_killed_is_replaced(compiler: GrammarCompiler) -> None:
     asyncio.run(compiler.compile(GrammarSource("regex", "before")))
-    for one in compiler._idle:
+    for one in compiler.processes._idle:
         os.kill(one.process.pid, signal.SIGKILL)
         one.process.wait()
     expected = from_regex("after")
@@ -97,7 +97,7 @@ def test_results_and_refusals_are_kept(compiler: GrammarCompiler) -> None:
     made = asyncio.run(compiler.compile(good))
     with pytest.raises(GrammarError) as first:
         asyncio.run(compiler.compile(bad))
-    for one in compiler._idle:
+    for one in compiler.processes._idle:
         one.process.kill()
     assert asyncio.run(compiler.compile(good)) == made
     with pytest.raises(GrammarError) as second:

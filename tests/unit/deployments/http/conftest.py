@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from triptych.core.config import IngressConfig
+from triptych.core.images import Image
 from triptych.core.messages import (
     CompressionReport,
     Failed,
@@ -97,13 +98,17 @@ class FakeEngine:
     """The token that ends the answer as one of ``stop_token_ids`` does."""
     address: str = "ingress-0"
     calls: list[tuple[Request, ...]] = field(default_factory=list)
+    images: Sequence[Image] = ()
     running: int = 0
     closed_at: float = 0.0
 
     async def health(self) -> Health:
         return self.health_state
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens | Failed, None]:
+    async def generate(
+        self, requests: Sequence[Request], images: Sequence[Image] = ()
+    ) -> AsyncGenerator[Tokens | Failed, None]:
+        self.images = images
         self.calls.append(tuple(requests))
         self.running += 1
         try:
@@ -196,8 +201,10 @@ class LateEngine:
     current: FakeEngine
     address: str = "ingress-0"
 
-    def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Tokens | Failed, None]:
-        return self.current.generate(requests)
+    def generate(
+        self, requests: Sequence[Request], images: Sequence[Image] = ()
+    ) -> AsyncGenerator[Tokens | Failed, None]:
+        return self.current.generate(requests, images)
 
     async def health(self) -> Health:
         return await self.current.health()

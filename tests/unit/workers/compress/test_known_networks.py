@@ -9,7 +9,7 @@ from tests.learned import networks_beside, save_networks
 from tests.tiny import save_tiny_model
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, ModelError
-from triptych.core.learned_files import LearnedFile
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.workers.compress.learned import known_networks
 from triptych.workers.compress.learned.artefact import load_merger
 from triptych.workers.compress.learned.known_networks import find_networks

@@ -19,7 +19,6 @@ from torch import Tensor
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import KVHandle, LeaseRef
 from triptych.core.layout import PageLayout
-from triptych.core.learned_files import LearnedFile
 from triptych.core.messages import (
     ROUTER,
     Compress,
@@ -35,6 +34,7 @@ from triptych.core.messages import (
     Send,
     Stage,
 )
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 from triptych.kernels import Section, mass_limits, move_tokens, plan_tokens, significance_of

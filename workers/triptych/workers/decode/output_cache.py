@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triptych.core.images import content_keys
 from triptych.core.layout import PageLayout
 from triptych.core.messages import Prefix, Request, pack_tokens
 from triptych.core.pages import PagePlan
@@ -200,10 +201,9 @@ class OutputCache:
     def _begin(self, store: PrefixStore, finished: FinishedOutput) -> PendingPublication | None:
         """Find the blocks that the pool lacks, and the places of their tokens."""
         request = finished.request
+        tokens = [*request.prompt, *finished.output_tokens][request.skipped :]
         prefix = Prefix(
-            tokens=pack_tokens(
-                [*request.prompt, *finished.output_tokens][request.skipped :][: finished.stored]
-            ),
+            tokens=pack_tokens(content_keys(tokens[: finished.stored], request.images)),
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             token_s=finished.token_s,

@@ -405,7 +405,8 @@ def copy_pages(memory: DevicePages, source: Ids, target: Ids) -> None:
 def _lookable(request: Request) -> Ids:
     """Tokens to look up in the prefix cache: the last one is never loaded."""
     limit = 0 if request.is_scored else request.cached_at_most
-    return np.array(request.known if limit is None else request.known[: limit + 1], np.int32)
+    keys = request.known_keys
+    return np.array(keys if limit is None else keys[: limit + 1], np.int32)
 
 
 def page_slots_of(pages: Ids, per_page: int, start: int, count: int) -> tuple[Ids, Ids]:

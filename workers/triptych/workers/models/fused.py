@@ -17,6 +17,7 @@ from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits, ExitTracker
 from triptych.workers.models.facts import ModelFacts
 from triptych.workers.models.traits import HEAD, PlainTraits
+from triptych.workers.models.vision.feature_rows import FeatureRows
 from triptych.workers.models.weights.linear import Linear, Packing, pack
 from triptych.workers.models.weights.plain_weights import EMBEDDING, Weights
 
@@ -135,19 +136,21 @@ class FusedModel:
         attend: Attend,
         logits_at: Tensor,
         exits: Exits | None = None,
+        given: FeatureRows | None = None,
     ) -> Tensor:
         """Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab) float32"""
         tracker = ExitTracker(exits, self.logits) if exits is not None else None
         every = range(len(self._blocks))
-        hidden = self.through(every, self.embed(tokens), positions, attend, tracker)
+        hidden = self.through(every, self.embed(tokens, given), positions, attend, tracker)
         return self.logits(hidden[logits_at])
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """Input of the first layer.
 
         Shapes:  tokens (T,) -> (T, E) float32
         """
-        return F.embedding(tokens, self._embedding).float()
+        hidden = F.embedding(tokens, self._embedding).float()
+        return hidden if given is None else given.put_into(hidden)
 
     def through(
         self,

@@ -22,6 +22,7 @@ from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.pretrained import read_config, read_weights, readable
 from triptych.workers.models.store.checkpoint_files import stored_weights
 from triptych.workers.models.traits import ModelTraits
+from triptych.workers.models.vision.feature_rows import FeatureRows
 from triptych.workers.models.weights.plain_weights import open_weights
 from triptych.workers.models.weights.scheme import scheme_of
 
@@ -69,6 +70,7 @@ class HFModel:
         attend: Attend,
         logits_at: Tensor,
         exits: Exits | None = None,
+        given: FeatureRows | None = None,
     ) -> Tensor:
         """Run transformers' own layers. ``exits`` is ignored.
 
@@ -89,10 +91,15 @@ class HFModel:
             )
             return mixed[:, :, : value.shape[2]]
 
+        if given is None:
+            inputs = {"input_ids": tokens.unsqueeze(0)}
+        else:
+            embedded = cast("Tensor", self.model.get_input_embeddings()(tokens))
+            inputs = {"inputs_embeds": given.put_into(embedded).unsqueeze(0)}
         token = _attend.set(attend_padded)
         try:
             out = self.model(
-                input_ids=tokens.unsqueeze(0),
+                **inputs,
                 position_ids=positions.unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=logits_at,

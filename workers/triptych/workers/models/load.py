@@ -15,6 +15,7 @@ from triptych.workers.models.facts import ModelFacts, describe, weights_of
 from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
 from triptych.workers.models.traits import PlainTraits
+from triptych.workers.models.vision.feature_rows import FeatureRows
 from triptych.workers.models.weights.linear import Packing
 from triptych.workers.models.weights.plain_weights import drop_read_pages, read_plain
 from triptych.workers.models.weights.scheme import scheme_of
@@ -42,6 +43,7 @@ class Network(Protocol):
         attend: Attend,
         logits_at: Tensor,
         exits: Exits | None = None,
+        given: FeatureRows | None = None,
     ) -> Tensor:
         """Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab) float32"""
         ...

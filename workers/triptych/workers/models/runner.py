@@ -12,6 +12,7 @@ from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.fused import FusedModel
 from triptych.workers.models.kv_rotation import Coordinates
 from triptych.workers.models.load import LoadedModel
+from triptych.workers.models.vision.feature_rows import FeatureRows
 
 
 class Runner(Protocol):
@@ -39,11 +40,12 @@ class Runner(Protocol):
         attend: Attend,
         logits_at: Tensor,
         exits: Exits | None = None,
+        given: FeatureRows | None = None,
     ) -> Tensor:
         """As ``ModelRunner.forward``."""
         ...
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """As ``ModelRunner.embed``."""
         ...
 
@@ -92,10 +94,12 @@ class ModelRunner:
         attend: Attend,
         logits_at: Tensor,
         exits: Exits | None = None,
+        given: FeatureRows | None = None,
     ) -> Tensor:
         """Run T tokens and return the logits of those that ``logits_at`` names.
 
         ``exits``: which of them may skip the last layers; only if ``can_exit``.
+        ``given``: tokens with an input of their own, such as those of images.
 
         Shapes:  tokens, positions (T,); logits_at (N,), indices into the T -> (N, vocab)
         Dtypes:  int64 in; float32 out
@@ -103,15 +107,15 @@ class ModelRunner:
         if self._coordinates is not None:
             attend = self._coordinates.around(attend)
         with torch.inference_mode():
-            return self._network(tokens, positions, attend, logits_at, exits)
+            return self._network(tokens, positions, attend, logits_at, exits, given)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """The residual stream before the first layer; plain layers only, as the next two.
 
         Shapes:  tokens (T,) int64 -> (T, E) float32
         """
         with torch.inference_mode():
-            return self._plain.embed(tokens)
+            return self._plain.embed(tokens, given)
 
     def through(self, layers: range, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The residual stream after some layers.

@@ -121,15 +121,27 @@ def _build(model: Path) -> str:
         read_tokenizer,
     )
 
-    return to_json(read_tokenizer(model))
+    return to_json(read_tokenizer(model), _processor_template(model))
 
 
-def to_json(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Serialize a transformers tokenizer, for ``from_json``."""
+def _processor_template(model: Path) -> str | None:
+    """The chat template of older vision-language models, which their tokenizer has not."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads((model / "chat_template.json").read_text(encoding="utf-8"))
+        return str(found["chat_template"])
+    return None
+
+
+def to_json(tokenizer: "PreTrainedTokenizerFast", processor_template: str | None = None) -> str:
+    """Serialize a transformers tokenizer, for ``from_json``.
+
+    ``processor_template``: the chat template if the tokenizer has none.
+    """
     template: str | None = None
     # None: no template, or several without a default.
     with suppress(ValueError):
         template = tokenizer.get_chat_template()
+    template = template or processor_template
     content = {
         "backend": tokenizer.backend_tokenizer.to_str(),
         "chat_template": template,

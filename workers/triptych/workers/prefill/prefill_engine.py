@@ -19,6 +19,7 @@ from triptych.core.errors import TriptychError
 from triptych.core.handles import KVHandle
 from triptych.core.messages import (
     ROUTER,
+    ImagesEncoded,
     Layers,
     LayersEncoded,
     Message,
@@ -38,6 +39,7 @@ from triptych.workers.kv.handle_codec import make_handle
 from triptych.workers.kv.prefix_cache import PrefixStore, copy_pages
 from triptych.workers.models.runner import Runner
 from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
+from triptych.workers.prefill.image_features import ImageFeatures, rows_of
 from triptych.workers.prefill.prefill_attention import ChunkAttention
 from triptych.workers.prefill.prefix_restore import PrefixRestore
 from triptych.workers.prefill.prompt_batch import (
@@ -102,12 +104,16 @@ class PrefillEngine:
     def __post_init__(self) -> None:
         self._memory = DevicePages.in_place(self.pool.arena, self.device)
         self._restores = PrefixRestore(self.prefixes) if self.prefixes is not None else None
+        self._images = ImageFeatures(self.pool)
 
     # ---------------------------------------------------------------- the Engine protocol
 
     def accept(self, message: Message) -> Iterable[Send] | None:
         if isinstance(message, LayersEncoded):
             self._on_layers_encoded(message)
+            return ()
+        if isinstance(message, ImagesEncoded):
+            self._images.add(message)
             return ()
         if not isinstance(message, Prefill):
             return None
@@ -131,9 +137,13 @@ class PrefillEngine:
     def has_work(self) -> bool:
         if not all(prompt.waits_for_compressor for prompt in self._prompts):
             return True
-        if self._restores is None:
-            return bool(self._waiting)
-        return any(map(self._restores.is_ready, (pending.request.id for pending in self._waiting)))
+        return any(map(self._is_ready, self._waiting))
+
+    def _is_ready(self, pending: PendingRequest) -> bool:
+        """Whether the features of its images are there, and its prefix need not be waited for."""
+        if not self._images.are_there(pending.requests):
+            return False
+        return self._restores is None or self._restores.is_ready(pending.request.id)
 
     def wait_s(self) -> float | None:
         return None if self._restores is None else self._restores.wait_s
@@ -150,6 +160,7 @@ class PrefillEngine:
         self._waiting = [pending for pending in self._waiting if self._stays(pending, gone)]
         if self._restores is not None:
             self._restores.forget(gone)
+        self._images.forget(gone)
         for prompt in [p for p in self._prompts if not self._stays(p, gone)]:
             self._drop(prompt)
         self.pool.withdraw(requests)
@@ -202,10 +213,13 @@ class PrefillEngine:
     # ---------------------------------------------------------------- starting prompts
 
     def _start(self, pending: PendingRequest, refused: list[Send]) -> Prompt | None:
-        """Allocate pages for a prompt; None if its prefix is not restored yet, or if it is refused.
+        """Allocate pages for a prompt; None if its prefix is not restored yet, the features of its
+        images are not there, or it is refused.
 
-        Other prompts are prefilled while it waits for the disk.
+        Other prompts are prefilled while it waits.
         """
+        if not self._images.are_there(pending.requests):
+            return None
         if self._restores is not None and not self._restores.poll(pending.request.id):
             return None
         self._waiting.remove(pending)
@@ -230,6 +244,7 @@ class PrefillEngine:
             NO_PAGES,
             rounded=rounded,
             layerwise=pending.layerwise,
+            features=self._images.read(pending.requests),
         )
         if prompt.layerwise is not None:
             return prompt
@@ -330,11 +345,15 @@ class PrefillEngine:
         attend = ChunkAttention(arena, self._memory, self.plan, chunks, positions, half=half)
         put = self.device.put
         read, logits_at = np.array(tokens, np.int64), np.array(wanted, np.int64)
-        layerwise = chunks[0].prompt.layerwise
+        given, layerwise = rows_of(chunks, self.device), chunks[0].prompt.layerwise
         if layerwise is None:
-            logits = self.runner.forward(put(read), put(positions), attend, put(logits_at))
+            logits = self.runner.forward(
+                put(read), put(positions), attend, put(logits_at), given=given
+            )
         else:
-            hidden = self.runner.embed(put(read)) if layerwise.hidden is None else layerwise.hidden
+            hidden = layerwise.hidden
+            if hidden is None:
+                hidden = self.runner.embed(put(read), given)
             layers = chunks[0].layers
             layerwise.hidden = self.runner.through(layers, hidden, put(positions), attend)
             layerwise.next_layer = layers.stop

@@ -62,6 +62,13 @@ class Prompt:
     """Its share of the time of all steps so far, by tokens."""
     layerwise: LayerwisePrefill | None = None
     """None: each step computes tokens in all layers."""
+    features: Tensor | None = None
+    """Inputs of the tokens of its images, [``image_positions``, E]; None: it has none."""
+
+    def __post_init__(self) -> None:
+        spans = [np.arange(image.start, image.stop) for image in self.request.images]
+        self.image_positions = np.concatenate([np.empty(0, np.int64), *spans])
+        """Positions of the tokens of its images, in order."""
 
     @property
     def requests(self) -> list[Request]:

@@ -25,6 +25,7 @@ from triptych.workers.decode.read_stats import Lists, Reading, reading_of
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.runner import Runner
+from triptych.workers.models.vision.feature_rows import FeatureRows
 from triptych.workers.prefill.prefill_engine import PrefillEngine
 from triptych.workers.sampling.sampler import Draw, Drawn, SamplerRow
 from triptych.workers.stage import Engine
@@ -242,18 +243,19 @@ class _ProfiledRunner:
         attend: Attend,
         logits_at: Tensor,
         exits: Exits | None = None,
+        given: FeatureRows | None = None,
     ) -> Tensor:
         profiler, step = self._profiler, self._step
         timed = profiler.around_attention(step, attend)
         profiler.begin_forward(step, len(tokens))
-        logits = self._inner.forward(tokens, positions, timed, logits_at, exits)
+        logits = self._inner.forward(tokens, positions, timed, logits_at, exits, given)
         profiler.end_forward(step, self._engine)
         return logits
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """Counts tokens at the first layer only."""
         self._step.tokens += len(tokens)
-        return self._inner.embed(tokens)
+        return self._inner.embed(tokens, given)
 
     def through(self, layers: range, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         profiler, step = self._profiler, self._step

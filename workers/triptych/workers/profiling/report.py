@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from triptych.core.messages import STAGES, Stage
+from triptych.core.messages import Stage, stages_of
 from triptych.workers.decode.read_stats import Reading, reused
 from triptych.workers.profiling.profiler import Step
 
@@ -181,11 +181,14 @@ def _steps(steps: Sequence[Step], weight_bytes: int, origin_s: float) -> list[St
     return rows
 
 
+TRACED = stages_of(has_images=True)
+
+
 def chrome_trace(events: Sequence[Event]) -> dict[str, object]:
     """A trace for chrome://tracing and Perfetto, with a row per stage."""
     names: list[Event] = [
         {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": stage}}
-        for pid, stage in enumerate(STAGES)
+        for pid, stage in enumerate(TRACED)
     ]
     return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
 
@@ -195,7 +198,7 @@ def trace_events(steps: Sequence[Step], origin_s: float | None = None) -> list[E
     start = _origin(steps, origin_s)
     events = list[Event]()
     for step in steps:
-        pid = STAGES.index(step.stage)
+        pid = TRACED.index(step.stage)
         args: dict[str, object] = {"tokens": step.tokens}
         events.append(_event("step", pid, step.begin_s - start, step.took_s, args))
         for part, layer, begin_s, end_s in step.spans:

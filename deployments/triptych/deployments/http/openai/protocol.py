@@ -52,11 +52,16 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _text_only(part: object) -> object:
+def _text_or_image(part: object) -> object:
     kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
-        raise ValueError(f"only parts of type 'text' can be read, not {kind[:32]!r}")
+    if isinstance(kind, str) and kind not in ("text", "image_url"):
+        raise ValueError(f"only parts of type 'text' or 'image_url' are read, not {kind[:32]!r}")
     return cast("object", part)
+
+
+def _part_kind(part: object) -> str:
+    given = cast("dict[str, object]", part) if isinstance(part, dict) else {}
+    return "@image" if given.get("type") == "image_url" else "@text"
 
 
 def _kind(value: object) -> str:
@@ -265,6 +270,24 @@ class TextPart(Body):
     text: Text
 
 
+class ImageUrl(Body):
+    url: Text
+    """A data URI."""
+    detail: Literal["auto", "low", "high"] = "auto"
+    """No effect: the model's processor decides what is seen of an image."""
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("@text")] | Annotated[ImagePart, Tag("@image")],
+    Discriminator(_part_kind),
+]
+
+
 def _arguments(value: object) -> object:
     """Arguments as JSON text. Clients send "" or null for none, and some send the object."""
     if isinstance(value, dict):
@@ -342,7 +365,7 @@ class Message(Body):
     content: Annotated[
         Annotated[Text, Tag("@one")]
         | Annotated[
-            list[Annotated[TextPart, BeforeValidator(_text_only)]],
+            list[Annotated[Part, BeforeValidator(_text_or_image)]],
             Field(fail_fast=True),
             Tag("@many"),
         ],
@@ -370,12 +393,34 @@ class Message(Body):
     @property
     def text(self) -> str:
         parts = self.content
-        return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        if isinstance(parts, str):
+            return parts
+        return "\n".join(part.text for part in parts if isinstance(part, TextPart))
 
-    def for_template(self) -> dict[str, str]:
+    @property
+    def images(self) -> list[tuple[int, str]]:
+        """Images: which part of the content, and its URL."""
+        parts = [] if isinstance(self.content, str) else self.content
+        return [
+            (index, part.image_url.url)
+            for index, part in enumerate(parts)
+            if isinstance(part, ImagePart)
+        ]
+
+    @property
+    def _content_for_template(self) -> str | list[dict[str, str]]:
+        """The text, or a list of parts if there are images."""
+        if isinstance(self.content, str) or not self.images:
+            return self.text
+        return [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in self.content
+        ]
+
+    def for_template(self) -> dict[str, object]:
         # OpenAI's newer name of the system role; no chat template knows it.
         role = "system" if self.role == "developer" else self.role
-        turn = {"role": role, "content": self.text}
+        turn: dict[str, object] = {"role": role, "content": self._content_for_template}
         reasoning = self.reasoning_content or self.reasoning
         return turn | {"reasoning_content": reasoning} if reasoning else turn
 
@@ -492,8 +537,8 @@ UNSUPPORTED_FIELDS = {
     "bad_words": "use logit_bias",
     "logits_processors": "use structured_outputs, or a plug-in of the decode step",
     "logprob_token_ids": "use top_logprobs",
-    "media_io_kwargs": "only text is read",
-    "mm_processor_kwargs": "only text is read",
+    "media_io_kwargs": "images are read as the model's processor says",
+    "mm_processor_kwargs": "images are read as the model's processor says",
     "prefix": "use continue_final_message",
     "prompt_embeds": "send tokens or a text",
     "return_tokens_as_token_ids": "use return_token_ids",

@@ -14,6 +14,7 @@ from triptych.core.errors import (
     UnknownMethod,
     Unsupported,
 )
+from triptych.core.images import Image, ImageSpan, expand_images
 from triptych.core.messages import Floor, Request, Sampling, Slo
 from triptych.core.plugin_overrides import check_floor, check_scores, overrides_of
 from triptych.core.profile import Fidelity
@@ -41,6 +42,7 @@ from triptych.deployments.http.openai.tool_parser import (
 )
 from triptych.deployments.http.openai.tool_parser import grammar_of as grammar_of_calls
 from triptych.deployments.http.tokenizer import TextCodec
+from triptych.deployments.images import ImageSource, process_decoder
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for ``/v1/completions``."""
@@ -100,6 +102,8 @@ class Job:
     """Return only the prompt with its log probabilities, and no output tokens."""
     echo_logprobs: int = -1
     """Alternatives per prompt token in the echoed log probabilities; -1: none."""
+    images: tuple[Image, ...] = ()
+    """Images that the prompt names, in order."""
 
 
 class RequestBuilder:
@@ -114,6 +118,7 @@ class RequestBuilder:
         self._config = config
         self._template = ChatTemplate(codec.tokenizer, model.reasoning)
         self.grammars = process_compiler()
+        self.images = process_decoder(config.images)
 
     def warm_up(self) -> None:
         """Look at the chat template now instead of at the first chat; in a thread."""
@@ -136,13 +141,19 @@ class RequestBuilder:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         tools = tools_of(body)
         most = self._most_tokens(body)
+        images = await self._images(body)
         prompt = await self.encode_messages(body.messages, body, tools, max_tokens=most)
         self.check_token_ids(prompt, "messages")
+        spans: tuple[ImageSpan, ...] = ()
+        if self._model.images is not None:
+            prompt, spans = expand_images(prompt, images, self._model.images)
         prompt = self._truncated(prompt, body)
         logprobs = body.top_logprobs if body.logprobs else -1
         thinking = self._template.thinking(await self._codec.decode(prompt[-TAIL_TOKENS:]))
         sampling = await self._sampling(body, logprobs, tools, thinking)
         job = self._job("chatcmpl", body, [prompt], "messages", sampling)
+        if images:
+            job = self._with_images(job, images, spans, body)
         job = replace(
             job,
             tools=frozenset(tool.function.name for tool in tools),
@@ -153,6 +164,50 @@ class RequestBuilder:
         )
         job = self._with_prompt_logprobs(job, body)
         return self._owned(job, body, client)
+
+    async def _images(self, body: ChatBody) -> tuple[Image, ...]:
+        """The decoded images of all messages, in order.
+
+        Raises: RequestError; Unsupported if the model reads none, or a field does not go with them
+        """
+        sources = image_sources(body.messages)
+        if not sources:
+            return ()
+        if self._model.images is None:
+            raise Unsupported(f"images: {self._model.images_reason}", sources[0].param)
+        others = {
+            "truncate_prompt_tokens": body.truncate_prompt_tokens is not None,
+            "prompt_logprobs": body.prompt_logprobs is not None,
+        }
+        for name, is_set in others.items():
+            if is_set:
+                raise Unsupported(f"{name}: not with images; leave it out", name)
+        return await self.images.decode(sources)
+
+    def _with_images(
+        self, job: Job, images: tuple[Image, ...], spans: tuple[ImageSpan, ...], body: ChatBody
+    ) -> Job:
+        """Add the images to the requests, which must fit the model's own context.
+
+        Raises: PromptTooLong
+        """
+        wanted, name = body.answer_tokens
+        most = self._model.window_tokens or self._model.context_tokens
+        room = most - job.prompt_tokens
+        if room < max(1, wanted or 1):
+            param = "messages" if room < 1 else name
+            raise PromptTooLong(_too_long(most, job.prompt_tokens, wanted, "messages"), param)
+        requests = tuple(
+            replace(
+                request,
+                images=spans,
+                sampling=replace(
+                    request.sampling, max_tokens=min(room, request.sampling.max_tokens)
+                ),
+            )
+            for request in job.requests
+        )
+        return replace(job, requests=requests, images=images)
 
     async def completion(self, body: CompletionBody, client: Client = NO_CLIENT) -> Job:
         """Raises: RequestError naming the field that cannot be served"""
@@ -268,7 +323,10 @@ class RequestBuilder:
         is_native = self._has_calls(messages, tools) and self._template.tool_format is not None
         turns = turns_of(messages, tools, is_native=is_native)
         # The template only adds tokens, so this rejects nothing that fits.
-        self._codec.check_length(sum(len(str(turn["content"])) for turn in turns), "messages")
+        self._codec.check_length(sum(len(one.text) for one in messages), "messages")
+        if how.continue_final_message and messages[-1].images:
+            text = "continue_final_message: the last message has an image"
+            raise RequestError(text, "continue_final_message")
         if self._codec.has_template and self._template.takes_parts:
             turns = [_with_parts(turn) for turn in turns]
         return await self._codec.encode_chat(
@@ -515,7 +573,18 @@ class RequestBuilder:
 
 def _with_parts(turn: dict[str, object]) -> dict[str, object]:
     """A message whose content is a list of parts."""
+    if isinstance(turn["content"], list):
+        return turn
     return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+
+
+def image_sources(messages: Sequence[Message]) -> list[ImageSource]:
+    """The images of all messages, in order."""
+    return [
+        ImageSource(url, f"messages.{index}.content.{part}")
+        for index, message in enumerate(messages)
+        for part, url in message.images
+    ]
 
 
 def strictest(*floors: Floor) -> Floor:

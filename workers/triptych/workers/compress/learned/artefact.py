@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from triptych.core.errors import ConfigError, ModelError
 from triptych.core.layout import Geometry
-from triptych.core.learned_files import LearnedFile, NetworkKind
+from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.schema import SchemaError, build
 from triptych.workers.compress.learned.chunk_merger import GatedMerger, PaperMerger
 from triptych.workers.compress.learned.rope_frame import RopeFrame

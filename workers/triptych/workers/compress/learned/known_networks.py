@@ -5,7 +5,7 @@ from pathlib import Path
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
-from triptych.core.learned_files import LearnedFile
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.workers.compress.learned.artefact import read_record, read_verified
 from triptych.workers.compress.learned.rope_frame import frequencies_of
 from triptych.workers.models.facts import ModelFacts

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ModelError
-from triptych.core.learned_files import LearnedFile
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.workers.models.traits import ModelTraits
 
 

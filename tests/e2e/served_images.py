@@ -1,0 +1,167 @@
+"""Images through the whole server, against transformers: ``make images``.
+
+A tiny random LLaVA is served by ``serve run``, disaggregated and colocated. Chats with images and
+text in any order must have the tokens of transformers, streamed or not; then encode workers are
+killed, bad images are refused, and no page may be left.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.e2e.conftest import START_TIMEOUT_S, Server, serve_run
+from tests.tiny_vision import Reference, data_uri, random_images, save_tiny_vision_model
+from triptych.cli.output import console
+
+TOKENS = 24
+IMAGES = random_images(10, seed=3)
+CHATS: list[list[int | str]] = [
+    [0, "what is this?"],
+    ["first", 1, "then", 2, 3, "and then", 1, "?"],
+    ["no image"],
+    [*range(10), "ten of them"],
+    ["a", 4, "b", 5, "c", 6, "d", 7, "e", 8, "f", 9, "g", 0, "h", 1, "i", 2, "j", 3],
+]
+
+
+def parts_of(chat: list[int | str]) -> list[dict[str, object]]:
+    return [
+        {"type": "text", "text": one}
+        if isinstance(one, str)
+        else {"type": "image_url", "image_url": {"url": data_uri(IMAGES[one])}}
+        for one in chat
+    ]
+
+
+def expected(reference: Reference, chat: list[int | str]) -> tuple[int, list[int]]:
+    """Prompt tokens and output tokens of transformers."""
+    content = [
+        {"type": "text", "text": one} if isinstance(one, str) else {"type": "image"} for one in chat
+    ]
+    images = [IMAGES[one] for one in chat if isinstance(one, int)]
+    text = reference.chat([{"role": "user", "content": content}], images)
+    return len(reference.prompt(text, images)), reference.tokens(text, images, TOKENS)
+
+
+def ask(client: openai.OpenAI, chat: list[int | str], *, stream: bool) -> tuple[int, list[int]]:
+    given = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": parts_of(chat)}],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True, "return_token_ids": True},
+    }
+    if not stream:
+        answer = client.chat.completions.create(**given)
+        return answer.usage.prompt_tokens, answer.choices[0].token_ids
+    tokens, count = list[int](), 0
+    for event in client.chat.completions.create(
+        **given, stream=True, stream_options={"include_usage": True}
+    ):
+        count = event.usage.prompt_tokens if event.usage else count
+        for choice in event.choices:
+            tokens += choice.token_ids or []
+    return count, tokens
+
+
+def check(server: Server, reference: Reference, topology: str) -> None:
+    client = server.client(timeout=120)
+    for chat in CHATS:
+        wanted = expected(reference, chat)
+        for stream in (False, True):
+            got = ask(client, chat, stream=stream)
+            assert got == wanted, (topology, chat, stream, got, wanted)
+    console.print(f"{topology}: {2 * len(CHATS)} chats have the tokens of transformers")
+    _refuse(client)
+    reasons = server.metrics("triptych_router_decisions")
+    console.print(
+        {name: count for name, count in reasons.items() if "image" in name or "encode" in name}
+    )
+
+
+def _refuse(client: openai.OpenAI) -> None:
+    bomb = data_uri(Image.new("L", (4000, 4000)))
+    for url in ("https://example.org/a.png", "data:image/png;base64,AAAA", bomb):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        with pytest.raises(openai.BadRequestError) as refusal:
+            client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": [part]}], max_tokens=1
+            )
+        assert refusal.value.param == "messages.0.content.0"
+        console.print(f"refused: {refusal.value.message[:160]}")
+
+
+def kill_encode_workers(server: Server, reference: Reference, kills: int) -> None:
+    """Chats go on while encode workers die; each has the tokens of transformers."""
+    client, over, wrong = server.client(timeout=120), threading.Event(), list[object]()
+    wanted = [expected(reference, chat) for chat in CHATS]
+    done = [0] * 3
+
+    def chat_on(thread: int) -> None:
+        while not over.is_set():
+            for chat, right in zip(CHATS, wanted, strict=True):
+                if over.is_set():
+                    return
+                got = ask(client, chat, stream=True)
+                if got != right:
+                    wrong.append((chat, got, right))
+                done[thread] += 1
+
+    threads = [threading.Thread(target=chat_on, args=(thread,)) for thread in range(len(done))]
+    for thread in threads:
+        thread.start()
+    for kill in range(kills):
+        time.sleep(4)
+        (victim, *_other) = server.replicas("Encode")
+        os.kill(victim.pid, signal.SIGKILL)
+        server.wait_until(lambda: _workers(server) == 1, 60)
+        before = sum(done)  # the other worker has all images now
+        server.wait_until(lambda before=before: sum(done) >= before + 2 * len(CHATS), 180)
+        if kill < kills - 1:
+            server.wait_until(lambda: _workers(server) == 2, START_TIMEOUT_S)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:1]
+    console.print(f"{kills} encode workers killed: {sum(done)} chats, all as transformers")
+
+
+def _workers(server: Server) -> float:
+    """Encode workers that the router knows."""
+    return server.metrics("triptych_workers")['stage="encode"']
+
+
+def main() -> None:
+    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_tiny_vision_model(Path(directory) / "model")
+        reference = Reference(model)
+        for topology in ("disaggregated", "colocated"):
+            args = {
+                "model": {"name": str(model), "served_model_name": "tiny", "dtype": "float32"},
+                "topology": topology,
+                "pool": {"kv_cache_memory_bytes": 256 << 20, "prefix_bytes": 0},
+                "encode": {"cache_bytes": 1 << 20, "actor": {"num_replicas": 2}},
+                "compressor": {"policy": "uniform:fp16"},
+            }
+            with serve_run(Path(directory), args) as server:
+                check(server, reference, topology)
+                if topology == "disaggregated":
+                    kill_encode_workers(server, reference, kills)
+                server.wait_until(
+                    lambda server=server: server.metric("triptych_pool_pages_in_requests") == 0, 60
+                )
+                assert server.metric("triptych_router_booked_bytes") == 0
+                console.print(f"{topology}: no page and no booked byte is left")
+
+
+if __name__ == "__main__":
+    main()

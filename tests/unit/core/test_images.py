@@ -1,0 +1,66 @@
+"""Placeholders of images, and keys that tell images apart."""
+
+import random
+
+import pytest
+
+from triptych.core.errors import RequestError
+from triptych.core.images import KEY_TOKENS, Image, ImageLayout, content_keys, expand_images
+from triptych.core.messages import Request, Sampling
+
+LAYOUT = ImageLayout(placeholder=9, before=(3,), tokens=5, after=(4,), feature_bytes=100)
+
+
+def image(seed: int) -> Image:
+    return Image.of(2, 1, random.Random(seed).randbytes(6))
+
+
+def test_a_placeholder_becomes_as_many_as_the_image_has_features() -> None:
+    tokens, spans = expand_images([1, 9, 2, 9], [image(0), image(1)], LAYOUT)
+    assert tokens == [1, 3, 9, 9, 9, 9, 9, 4, 2, 3, 9, 9, 9, 9, 9, 4]
+    assert [(one.start, one.stop, one.digest) for one in spans] == [
+        (2, 7, image(0).digest),
+        (10, 15, image(1).digest),
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "count"), [([1, 2], 1), ([9, 9], 1), ([9], 0)])
+def test_as_many_placeholders_as_images_are_needed(tokens: list[int], count: int) -> None:
+    with pytest.raises(RequestError, match="image token"):
+        expand_images(tokens, [image(one) for one in range(count)], LAYOUT)
+
+
+def test_beginnings_with_different_images_have_different_keys() -> None:
+    """Whatever comes before an image, and wherever a block of the prefix cache ends inside it."""
+    luck = random.Random(0)
+    for seed in range(100):
+        before = [luck.randrange(1, 9) for _ in range(luck.randrange(20))]
+        prompt = [*before, 9, *(luck.randrange(1, 9) for _ in range(3)), 9, 1]
+        first, second = (
+            expand_images(prompt, [image(seed), image(seed + other)], LAYOUT) for other in (1, 500)
+        )
+        assert first[0] == second[0]
+        keys = [content_keys(*one) for one in (first, second)]
+        inside = first[1][1].start + 1
+        assert keys[0][: inside - 1 - KEY_TOKENS] == keys[1][: inside - 1 - KEY_TOKENS]
+        for end in range(inside, len(first[0]) + 1):
+            differ = sum(a != b for a, b in zip(keys[0][:end], keys[1][:end], strict=True))
+            assert differ >= min(KEY_TOKENS, first[1][1].start)
+            assert content_keys(first[0][:end], first[1]) == keys[0][:end]
+
+
+def test_equal_prompts_with_other_images_are_not_the_same_prompt() -> None:
+    tokens, spans = expand_images([9], [image(0)], LAYOUT)
+    _, others = expand_images([9], [image(1)], LAYOUT)
+    one, other = (
+        Request(id="a", prompt=tuple(tokens), sampling=Sampling(), reply_to="", images=images)
+        for images in (spans, others)
+    )
+    assert one.known == other.known
+    assert one.prompt_key != other.prompt_key
+
+
+def test_the_digest_covers_the_shape() -> None:
+    assert Image.of(2, 1, bytes(6)).digest != Image.of(1, 2, bytes(6)).digest
+    with pytest.raises(ValueError, match="no RGB image"):
+        Image.of(2, 2, bytes(6))

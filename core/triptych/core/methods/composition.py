@@ -130,6 +130,8 @@ class Method:
     idea: str
     """One sentence for the list of methods."""
     policy: "Callable[[CompressorConfig, Profile | None], Policy]"
+    paper: str = ""
+    """Whose idea it is; empty: ours, or nobody's in particular."""
     version: int = 1
     scorer: Part | None = None
     """None: no token matters more than another."""

@@ -283,12 +283,26 @@ class PagePlan:
         return BLOCK_PAGES * self.high.tokens
 
     @property
+    def caches_prefixes(self) -> bool:
+        """Whether requests of the method read and fill the prefix cache.
+
+        Not if a retention rule drops tokens: which ones depends on the whole prompt, and cached
+        blocks would be kept whole.
+        """
+        return self.prefix_bytes > 0 and self.policy.retention is None
+
+    @property
+    def prefix_block_tokens(self) -> int:
+        """Tokens of a block of the prefix cache; 0 for methods that never use it."""
+        return self.block_tokens if self.policy.retention is None else 0
+
+    @property
     def shares(self) -> bool:
         """Whether a request may read pages of a cached prefix in place.
 
         Raw pages are always copied, because a request also writes its newest tokens to them.
         """
-        return self.share_pages and self.compresses and self.prefix_bytes > 0
+        return self.share_pages and self.compresses and self.caches_prefixes
 
     @property
     def rounds_prompts(self) -> bool:
@@ -296,7 +310,7 @@ class PagePlan:
 
         16-bit blocks come back from the cache as they were computed.
         """
-        return self.repeatable_prompts and self.compresses and self.prefix_bytes > 0
+        return self.repeatable_prompts and self.compresses and self.caches_prefixes
 
     @property
     def has_fixed_pages(self) -> bool:

@@ -6,4 +6,18 @@ not import methods.
 
 from triptych.core.registry import PluginNames
 
-POLICY_NAMES = PluginNames(kind="compression_policies", builtin=("uniform", "diffkv", "leankv"))
+POLICY_NAMES = PluginNames(
+    kind="compression_policies",
+    builtin=(
+        "uniform",
+        "diffkv",
+        "leankv",
+        "streaming_llm",
+        "knorm",
+        "h2o",
+        "snapkv",
+        "pyramidkv",
+        "adakv",
+        "tova",
+    ),
+)

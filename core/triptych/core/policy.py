@@ -26,6 +26,24 @@ class KVRotation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """A rule by which tokens of a prompt are kept or dropped: a score and a budget.
+
+    The sink and the recent window of the policy are always kept, and count towards the budget.
+    """
+
+    score: str
+    """Name in ``kernels.retain.SCORES``."""
+    budget: str
+    """Name in ``kernels.retain.BUDGETS``."""
+    keep_share: float
+    """Share of the prompt's tokens that are kept, the mean over head rows."""
+    last_queries: int | None = None
+    """Queries of the prompt whose attention the score needs: the last so many, or all (0). None: it
+    needs no attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """Which format stores each token, and which tokens are dropped.
 
@@ -36,6 +54,8 @@ class Policy:
     ``mass_*`` the thresholds are shares instead: the least significant tokens that together
     receive less than that share of all attention are not high, or not low. Then output tokens stay
     high, since such shares do not classify a single token. In a uniform policy all tokens are high.
+    With ``retention`` its rule decides instead of thresholds: tokens that it keeps are high, and so
+    are output tokens.
 
     Source: DiffKV, section 4 (thresholds relative to the mean weight 1/n, a window of 64 high
             tokens). Sink and window with more bits are ours (docs/log.md)
@@ -58,6 +78,8 @@ class Policy:
     score_every: int = 0
     """Output tokens between two updates of the scores; 0: scores are not updated."""
     kv_rotation: KVRotation = KVRotation()
+    retention: Retention | None = None
+    """None: thresholds decide."""
     version: int = 1
     """Version of the method (``methods.composition``)."""
 
@@ -94,6 +116,17 @@ class Policy:
     def scores_tokens(self) -> bool:
         """Whether tokens of answers are scored while they are written."""
         return self.score_every > 0 and self.low_format is not None
+
+    @property
+    def observes_attention(self) -> bool:
+        """Whether prefill adds up the attention that tokens receive."""
+        rule = self.retention
+        return self.needs_significance or (rule is not None and rule.last_queries is not None)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether tokens of a prompt may be dropped."""
+        return self.retention is not None or max(self.alpha_low, self.mass_low) > 0
 
     @property
     def needs_significance(self) -> bool:

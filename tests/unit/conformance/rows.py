@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -32,6 +33,13 @@ METHOD_NAMES = tuple(
     for name in ([f"uniform:{form}" for form in FORMATS] if row == "uniform" else [row])
 )
 """Each row of the table, and ``uniform`` with each format."""
+ALIKE = ("streaming_llm", "knorm", "h2o", "snapkv", "pyramidkv", "tova")
+"""Methods that are ``adakv`` with another score or budget."""
+METHODS_TO_TEST = tuple(
+    pytest.param(name, marks=[pytest.mark.conformance] if name in ALIKE else [])
+    for name in METHOD_NAMES
+)
+"""``make check`` runs one method of each kind, ``make conformance`` all."""
 
 Tokens = list[tuple[str, Tensor, Tensor, Tensor]]
 """Of each run: its format, and keys, values and positions of its tokens."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.conformance.rows import (
-    METHOD_NAMES,
+    METHODS_TO_TEST,
     answer,
     by_reference,
     compress,
@@ -44,7 +44,7 @@ LENGTHS = (1, 2, 5, 31, 64, 131)
 ANSWER = 24
 
 
-@pytest.fixture(scope="module", params=METHOD_NAMES)
+@pytest.fixture(scope="module", params=METHODS_TO_TEST)
 def stages(request: pytest.FixtureRequest, tiny_model: Path) -> Stages:
     return Stages.of(tiny_model, settings_of(request.param))
 
@@ -90,8 +90,7 @@ def test_every_token_is_stored_once_or_dropped_in_pages_of_the_methods_formats(
         sink, window = min(count, plan.sink_tokens), plan.policy.window_tokens
         assert held[:, :sink].all()
         assert held[:, count - min(count, window) :].all()
-        may_drop = max(plan.policy.alpha_low, plan.policy.mass_low) > 0
-        assert may_drop or held.all()
+        assert plan.policy.drops_tokens or held.all()
     drop(stages, asked)
 
 
@@ -205,7 +204,7 @@ def test_the_next_worker_goes_on_wherever_the_first_one_died(stages: Stages) -> 
         die_and_go_on(stages, whole, lines, DECODE)
 
 
-@pytest.mark.parametrize("name", METHOD_NAMES)
+@pytest.mark.parametrize("name", METHODS_TO_TEST)
 @settings(max_examples=60, deadline=None)
 @given(prompt=st.integers(1, 2000), more=st.integers(0, 600))
 def test_the_byte_model_grows_with_tokens(name: str, prompt: int, more: int) -> None:
@@ -216,7 +215,7 @@ def test_the_byte_model_grows_with_tokens(name: str, prompt: int, more: int) -> 
     assert model.estimate(prompt + more, 0).grown == then.grown
 
 
-@pytest.mark.parametrize("name", METHOD_NAMES)
+@pytest.mark.parametrize("name", METHODS_TO_TEST)
 def test_a_new_version_has_other_cached_prefixes(name: str) -> None:
     plan = plan_of(name)
     newer = replace(plan, policy=replace(plan.policy, version=2))
@@ -228,7 +227,9 @@ def test_parts_say_what_they_do_and_what_they_need(row: str) -> None:
     method = METHODS.load(row)
     assert isinstance(method, Method)
     policy = plan_of("uniform:k8v4" if row == "uniform" else row).policy
-    assert policy.needs_significance == ("attention_sums" in method.needs)
+    assert policy.observes_attention == bool(method.needs & {"attention_sums", "queries"})
+    assert policy.needs_significance == (row in {"diffkv", "leankv"})
+    assert policy.drops_tokens == ("drops_tokens" in method.traits)
     assert (policy.low_format is not None) == ("requantizes_tokens" in method.traits)
     assert policy.kv_rotation.rotated == ("mixes_channels" in method.traits)
 

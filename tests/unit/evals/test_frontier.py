@@ -1,6 +1,7 @@
 """The frontier on a tiny model: probes, a study that goes on where it stopped, its rows."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,6 @@ from typer.testing import CliRunner
 from triptych.cli.main import app
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
-from triptych.evals.data.cases import Case, Outcome
-from triptych.evals.frontier import frontier_study
 from triptych.evals.frontier.frontier_plot import plot_frontier
 from triptych.evals.frontier.frontier_rows import (
     FrontierRow,
@@ -104,22 +103,20 @@ def test_a_study_that_was_stopped_goes_on_and_other_studies_are_refused(
 ) -> None:
     lines = file.path.read_text().splitlines()
     torn = RecordFile(tmp_path / "torn.jsonl")
-    last = max(at for at, line in enumerate(lines) if '"snapkv+keep=0.5"' in line)
-    torn.path.write_text("\n".join([*lines[:last], lines[last][:50]]))
-    ran = list[str]()
-    run = FullCache.run
-
-    def counted(self: FullCache, cases: list[Case]) -> list[Outcome]:
-        ran.extend(case.name for case in cases)
-        return run(self, cases)
-
-    monkeypatch.setattr(FullCache, "run", counted)
+    lost = next(line for line in lines if '"snapkv+keep=0.5"' in line)
+    lines.remove(lost)
+    torn.path.write_text("\n".join([*lines, lost[:50]]))
+    shutil.copytree(file.logits_folder, torn.logits_folder)
+    monkeypatch.delattr(FullCache, "run")  # its logits are kept
     run_frontier(prepared, torn, lambda _name: None)
-    assert len(ran) == 2, "one batch alone is run again"
     assert rows_of(prepared, torn) == rows_of(prepared, file)
     other = replace(prepared, study=replace(prepared.study, steps=9))
     with pytest.raises(ConfigError, match=r"of another study \(steps=8\)"):
         run_frontier(other, torn, lambda _name: None)
+    shutil.rmtree(torn.logits_folder)
+    torn.path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="lacks logits of the full cache"):
+        run_frontier(prepared, torn, lambda _name: None)
 
 
 def test_the_frontier_has_what_nothing_beats_in_both(
@@ -165,4 +162,3 @@ def test_the_command_writes_rows_and_goes_on(
     names = [row["method"] for row in data["rows"]]
     assert names == ["full", *["simulated:k4v4", "simulated:k8v8"]]
     assert data["conditions"]["split"] == "test"
-    assert frontier_study.BATCH_PROBES == 4

@@ -17,6 +17,13 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "uniform": "triptych.core.methods.uniform:METHOD",
         "diffkv": "triptych.core.methods.diffkv:METHOD",
         "leankv": "triptych.core.methods.leankv:METHOD",
+        "streaming_llm": "triptych.core.methods.retention.streaming_llm:METHOD",
+        "knorm": "triptych.core.methods.retention.knorm:METHOD",
+        "h2o": "triptych.core.methods.retention.h2o:METHOD",
+        "snapkv": "triptych.core.methods.retention.snapkv:METHOD",
+        "pyramidkv": "triptych.core.methods.retention.pyramidkv:METHOD",
+        "adakv": "triptych.core.methods.retention.adakv:METHOD",
+        "tova": "triptych.core.methods.retention.tova:METHOD",
     },
 )
 """Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``

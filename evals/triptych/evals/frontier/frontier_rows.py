@@ -16,11 +16,6 @@ from triptych.evals.metrics.text_overlap import bleu, rouge_1, rouge_l
 
 PAPERS = {
     FULL: "",
-    "streaming_llm": "StreamingLLM",
-    "snapkv": "SnapKV",
-    "pyramidkv": "PyramidKV",
-    "h2o": "H2O",
-    "knorm": "L2-norm compression",
     "mean_attention": "DiffKV's significance as a ranking",
     "soft_prune": "TinyServe",
     "simulated": "negative control",

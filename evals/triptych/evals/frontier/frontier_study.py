@@ -1,9 +1,11 @@
 """The frontier: all methods on one plane of bytes and fidelity, on texts that chose nothing."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
+
+from torch import Tensor
 
 from triptych.core.config import AppConfig, DType, require
 from triptych.core.errors import ConfigError
@@ -14,6 +16,7 @@ from triptych.evals.data.vocabulary import Vocabulary
 from triptych.evals.frontier.compress_time import compress_times
 from triptych.evals.frontier.probes import Probe, ProbeGroup, answer_probes, text_probes
 from triptych.evals.frontier.record_file import ProbeRecord, RecordFile
+from triptych.evals.frontier.reference_logits import ReferenceLogits
 from triptych.evals.methods.full_cache import FullCache
 from triptych.evals.methods.method_names import FULL, parse_methods
 from triptych.evals.methods.served_engines import EngineMethod
@@ -28,18 +31,25 @@ BATCHES = (1, 4, 16)
 """Prompts that are compressed together, for its time per token."""
 BATCH_PROBES = 4
 """Probes that a method runs at once; a study that is stopped repeats at most these."""
-PRUNED = ("streaming_llm", "snapkv", "pyramidkv", "h2o", "knorm", "mean_attention")
+KEPT = (0.5, 0.25)
+"""Shares of the tokens that retention rules keep."""
+RETENTION = ("snapkv", "h2o", "tova", "adakv", "pyramidkv", "streaming_llm", "knorm")
+"""Served, in K8V4."""
+PRUNED = ("snapkv", "h2o", "mean_attention", "pyramidkv", "streaming_llm", "knorm")
+"""Baselines, in 16 bits."""
 FRONTIER = (
     "default",
-    "leankv",
-    "diffkv+alpha_high=1",
-    "uniform:k8v8",
     "uniform:k8v4",
-    "uniform:k4v4",
     "uniform:k4v2",
+    *(f"served:{name}+keep_share={KEPT[0]}" for name in RETENTION),
+    "uniform:k4v4",
+    "leankv",
+    *(f"{name}+keep={share}" for share in KEPT for name in PRUNED),
+    "uniform:k8v8",
+    "diffkv+alpha_high=1",
+    *(f"served:{name}+keep_share={KEPT[1]}" for name in RETENTION),
     "simulated:k4v8",
     "simulated:k2v4",
-    *(f"{name}+keep={share}" for name in PRUNED for share in (0.5, 0.25)),
 )
 """Methods of ``triptych eval frontier`` unless told otherwise."""
 
@@ -175,7 +185,7 @@ def _check_lengths(prepared: PreparedFrontier) -> None:
 
 
 def run_frontier(prepared: PreparedFrontier, file: RecordFile, advance: Advance) -> None:
-    """Measure what the file does not have yet, and add it line by line.
+    """Measure what the file does not have yet, and add it line by line, method by method.
 
     Raises: ConfigError if the file is of another study, ModelError if a request fails
     """
@@ -185,66 +195,64 @@ def run_frontier(prepared: PreparedFrontier, file: RecordFile, advance: Advance)
         if part == "times":
             _time(prepared, file, advance)
         for group in prepared.groups_of(part):
-            for probes in group.batches(BATCH_PROBES):
-                _run_batch(prepared, group, probes, done, file, advance)
+            run = _GroupRun(group, ReferenceLogits(file.logits_folder), file, done, advance)
+            for method in (FullCache(prepared.path), *prepared.methods):
+                run.measure(method)
 
 
-def _run_batch(
-    prepared: PreparedFrontier,
-    group: ProbeGroup,
-    probes: Sequence[Probe],
-    done: set[tuple[str, str, str]],
-    file: RecordFile,
-    advance: Advance,
-) -> None:
-    """Run the methods that lack a result; the full cache runs if there is such a method."""
+@dataclass(frozen=True)
+class _GroupRun:
+    """One group of probes, method by method; the full cache comes first."""
 
-    def lacks(name: str) -> bool:
-        return any((name, group.name, probe.case.name) not in done for probe in probes)
+    group: ProbeGroup
+    reference: ReferenceLogits
+    file: RecordFile
+    done: set[tuple[str, str, str]]
+    """Method, group and case of the records in the file."""
+    advance: Advance
 
-    missing = [method for method in prepared.methods if lacks(method.name)]
-    if missing or lacks(FULL):
-        full = _outcomes(FullCache(prepared.path), probes)
-        if lacks(FULL):
-            file.add(_records(FULL, group, probes, full, full))
-        for method in missing:
-            outcomes = _outcomes(method, probes)
-            file.add(_records(method.name, group, probes, full, outcomes))
-            for _ in probes:
-                advance(group.name)
-    for _ in range((1 + len(prepared.methods) - len(missing)) * len(probes)):
-        advance(group.name)
+    def measure(self, method: Method) -> None:
+        """Run a method on the probes for which it has no record."""
+        numbered = list(enumerate(self.group.probes))
+        missing = [
+            (number, probe)
+            for number, probe in numbered
+            if (method.name, self.group.name, probe.case.name) not in self.done
+        ]
+        for _ in range(len(numbered) - len(missing)):
+            self.advance(self.group.name)
+        for start in range(0, len(missing), BATCH_PROBES):
+            batch = missing[start : start + BATCH_PROBES]
+            outcomes = method.run([probe.case for _, probe in batch])
+            pairs = zip(batch, outcomes, strict=True)
+            self.file.add(self._record(method.name, *one, outcome) for one, outcome in pairs)
+            for _ in batch:
+                self.advance(self.group.name)
 
-
-def _outcomes(method: Method, probes: Sequence[Probe]) -> list[Outcome]:
-    return method.run([probe.case for probe in probes])
-
-
-def _records(
-    name: str,
-    group: ProbeGroup,
-    probes: Sequence[Probe],
-    full: Sequence[Outcome],
-    outcomes: Sequence[Outcome],
-) -> list[ProbeRecord]:
-    return [
-        ProbeRecord(
+    def _record(self, name: str, number: int, probe: Probe, outcome: Outcome) -> ProbeRecord:
+        return ProbeRecord(
             method=name,
-            group=group.name,
+            group=self.group.name,
             case=probe.case.name,
-            steps=_steps(probe, reference, outcome),
+            steps=self._steps(name, number, probe, outcome.logits),
             tokens=outcome.tokens,
             footprint=outcome.footprint,
         )
-        for probe, reference, outcome in zip(probes, full, outcomes, strict=True)
-    ]
 
-
-def _steps(probe: Probe, full: Outcome, ours: Outcome) -> Steps | None:
-    if full.logits is None or ours.logits is None:
-        return None
-    count = probe.scored_tokens
-    return compare(full.logits[:count], ours.logits[:count], probe.case.forced[1 : count + 1])
+    def _steps(self, name: str, number: int, probe: Probe, logits: Tensor | None) -> Steps | None:
+        if logits is None:
+            return None
+        count = probe.scored_tokens
+        ours = logits[:count]
+        if name == FULL:
+            self.reference.write(self.group.name, number, ours)
+        full = self.reference.read(self.group.name, number)
+        if full is None:
+            raise ConfigError(
+                f"{str(self.reference.folder)!r} lacks logits of the full cache that the records "
+                "name; delete both, and begin again"
+            )
+        return compare(full, ours, probe.case.forced[1 : count + 1])
 
 
 def _time(prepared: PreparedFrontier, file: RecordFile, advance: Advance) -> None:

@@ -28,10 +28,6 @@ class ProbeGroup:
     context: int
     probes: tuple[Probe, ...]
 
-    def batches(self, size: int) -> list[tuple[Probe, ...]]:
-        """Its probes in batches of at most ``size``."""
-        return [self.probes[at : at + size] for at in range(0, len(self.probes), size)]
-
 
 def text_probes(
     documents: Sequence[Document], builder: TaskBuilder, seed: int

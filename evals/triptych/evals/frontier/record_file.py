@@ -72,6 +72,11 @@ class RecordFile:
 
     path: Path
 
+    @property
+    def logits_folder(self) -> Path:
+        """Folder of the full cache's logits."""
+        return self.path.with_name(f"{self.path.name}.logits")
+
     def open(self, conditions: Mapping[str, object]) -> None:
         """Begin the file, or check that it has the same conditions.
 

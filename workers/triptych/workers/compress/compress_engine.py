@@ -41,6 +41,7 @@ from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.compress.job import ClassPlan, EarlyEncode, Job, LayerGroup, split_by_class
+from triptych.workers.compress.retention import retained
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import Run, make_handle, pages_of, pool_pages, unpack_run
@@ -255,7 +256,7 @@ class CompressEngine:
         group = self._attach(plan, item.handle, rows)
         job.groups.append(group)
         fixed, rounded = NONE, 0
-        if self.prefixes is not None and item.prefix is not None:
+        if self.prefixes is not None and item.prefix is not None and plan.caches_prefixes:
             prefixes = self.prefixes.of_method(item.method)
             self._publish(prefixes, item.prefix, group.raw, job.tokens)
             rounded = plan.rounded_tokens(item.prefix.prompt_tokens).stop
@@ -312,7 +313,12 @@ class CompressEngine:
         first, end = group.leaving.start, group.leaving.stop
         every = np.arange(first, end, dtype=np.int32)
         own = every[(every < fixed.start) | (every >= fixed.stop)]
-        if policy.needs_significance and first < end and job.floor == "low":
+        is_judged = first < end and job.floor == "low"
+        if policy.retention is not None and is_judged:
+            kept = retained(self._memory, job.plan, raw, tokens, job.rows_before(group), own)
+            scores = kept[:, self.device.put(own).long()].float()
+            high = low = torch.full((rows,), 0.5, device=there)
+        elif policy.needs_significance and is_judged:
             significance = self._significance(raw, tokens)
             judged = slice(max(0, first - rounded), max(0, end - rounded))
             high, low = _limits(policy, significance[:, rounded:], judged, tokens)

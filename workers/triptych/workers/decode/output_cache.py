@@ -169,7 +169,10 @@ class OutputCache:
         A policy that needs significance but does not score output tokens would classify them
         wrongly in the next turn.
         """
-        policy = self.store.plan.of_method(request.method).policy
+        plan = self.store.plan.of_method(request.method)
+        policy = plan.policy
+        if not plan.caches_prefixes:
+            return False
         if policy.needs_significance and not policy.score_every:
             return False
         return self.mode == "always" or bool(request.session)

@@ -49,12 +49,12 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 	@$(BIN)/python -m tests.prometheus
 	@echo "==> slow and integration tests"
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope $(SLOWEST) \
-		tests/unit tests/integration -m "$(SLOW)"
+		tests/unit tests/integration -m "($(SLOW)) and not conformance"
 	@echo "==> end-to-end tests"
 	@$(BIN)/pytest -q $(SLOWEST) $(addprefix --ignore=,$(LONG)) tests/e2e
 
 interpreter: $(READY) ## run the longest tests of GPU code in Triton's interpreter (3 minutes)
-	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/test_gpu.py -m "$(OWN)"
+	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/test_gpu.py -m interpreter
 
 conformance: $(READY) ## run the suite that every compression method must pass (3 minutes)
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/conformance \

@@ -371,6 +371,42 @@ def _measured(name: str) -> Measured:
     )
 
 
+def frontier(name: str) -> str:
+    """The frontier: each method's paper, bytes and fidelity, and its time to compress if measured.
+
+    ``name``: a result file of ``triptych eval frontier``.
+    """
+    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    answers = {row["method"]: row for row in content["answers"]}
+    times = {row["method"]: row for row in content["times"]}
+    by_bytes = sorted(content["rows"], key=lambda row: (row["context"], row["bytes_all_in_ratio"]))
+    rows = [_frontier_row(row, answers, times) for row in by_bytes]
+    head = ("method", "paper", "served", "context", "bytes", "KL", "95 %", "top-1", "perplexity")
+    more = ("pass keys", "BLEU, ROUGE-1, ROUGE-L", "us per token to compress, batch 1, 4, 16")
+    return table((*head, *more), rows)
+
+
+def _frontier_row(row: dict[str, Any], answers: Any, times: Any) -> tuple[str, ...]:
+    answer, time = answers.get(row["method"]), times.get(row["method"])
+    interval = row["kl_ci95"]
+    overlap = [] if answer is None else [answer["bleu"], answer["rouge_1"], answer["rouge_l"]]
+    spent = [] if time is None else time["us_per_token"].values()
+    return (
+        f"`{row['method']}`",
+        row["paper"] or "-",
+        "yes" if row["served"] else "no",
+        f"{row['context']:,}",
+        f"{row['bytes_all_in_ratio']:.3f}",
+        f"{row['kl']:.4f}",
+        "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}",
+        f"{row['top1_agreement']:.3f}",
+        f"{row['perplexity_ratio']:.4f}",
+        f"{row['passkeys'] * row['documents']:.0f} of {row['documents']}",
+        ", ".join(f"{value:.3g}" for value in overlap) or "-",
+        ", ".join(f"{value:.1f}" for value in spent) or "-",
+    )
+
+
 # ---------------------------------------------------------------- putting them in
 
 PIECES: dict[str, Callable[..., str]] = {
@@ -381,6 +417,7 @@ PIECES: dict[str, Callable[..., str]] = {
     "policies": policies,
     "papers": papers,
     "results": results,
+    "frontier": frontier,
     "errors": error_tree,
     "remedies": remedies,
 }

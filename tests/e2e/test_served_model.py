@@ -38,7 +38,7 @@ from triptych.deployments.grpc.triptych_pb2_grpc import TriptychStub
 pytestmark = pytest.mark.e2e
 
 MODEL = "smollm2-135m-instruct"
-METHODS = ["uniform:k8v4", "uniform:k4v2", "uniform:fp16"]
+METHODS = ["uniform:k8v4", "uniform:k4v2", "uniform:fp16", "snapkv"]
 """Compression methods beside the default."""
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 ENTROPY_STOP = {
@@ -77,7 +77,7 @@ def test_nothing_is_copied_between_stages(server: Any, client: openai.OpenAI) ->
     assert server.metric("triptych_kv_raw_bytes_total") > 0
 
 
-def test_requests_of_four_methods_at_once_answer_as_each_does_alone(server: Any) -> None:
+def test_requests_of_five_methods_at_once_answer_as_each_does_alone(server: Any) -> None:
     """Each says its method and ratio, and the error where somebody measured it."""
     card = httpx.get(f"{server.url}/v1/models").json()["data"][0]
     assert card["compression_methods"] == ["diffkv", *METHODS]
@@ -109,7 +109,10 @@ def test_requests_of_four_methods_at_once_answer_as_each_does_alone(server: Any)
     assert [one["method"] for one in told] == [one["compression"]["method"] for one in bodies]
     ratios = {one["method"]: one["ratio"] for one in told}
     assert ratios["uniform:k4v2"] > ratios["uniform:k8v4"] > ratios["uniform:fp16"]
-    kl = {one["method"]: one["estimated_error"]["kl"] for one in told}  # all were measured
+    assert ratios["snapkv"] >= ratios["uniform:k8v4"]
+    kl = {one["method"]: one["estimated_error"] for one in told}
+    assert kl.pop("snapkv") is None  # nobody measured it
+    kl = {method: found["kl"] for method, found in kl.items()}
     assert kl["uniform:k4v2"] > kl["diffkv"] > kl["uniform:k8v4"] > kl["uniform:fp16"]
     unknown = httpx.post(
         f"{server.url}/v1/completions",
@@ -119,7 +122,7 @@ def test_requests_of_four_methods_at_once_answer_as_each_does_alone(server: Any)
     assert unknown.status_code == 400
     assert unknown.json()["error"]["code"] == "unknown_method"
     counts = server.metrics("triptych_compression_method_choices_total")
-    assert len(counts) == 4
+    assert len(counts) == 5
     assert all(count >= 4 for count in counts.values())
     server.wait_until(lambda: server.pages_held() == 0, timeout_s=20)
 

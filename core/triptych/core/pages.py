@@ -306,12 +306,19 @@ class PagePlan:
 
     @property
     def caches_prompts(self) -> bool:
-        """Whether requests read and write the prefix cache.
+        """Whether requests of the method read and fill the prefix cache.
 
         Prefill reads the keys of a cached prefix token by token and without biases, so merged
-        tokens cannot be one; and chunks that are merged depend on where the prompt ends.
+        tokens cannot be one; and which tokens are merged, or dropped by a retention rule, depends
+        on the whole prompt.
         """
-        return self.prefix_bytes > 0 and not self.merges
+        return self.prefix_bytes > 0 and self.prefix_block_tokens > 0
+
+    @property
+    def prefix_block_tokens(self) -> int:
+        """Tokens of a block of the prefix cache; 0 for methods that never use it."""
+        uses = not self.merges and self.policy.retention is None
+        return self.block_tokens if uses else 0
 
     @property
     def shares(self) -> bool:

@@ -8,5 +8,19 @@ from triptych.core.registry import PluginNames
 
 POLICY_NAMES = PluginNames(
     kind="compression_policies",
-    builtin=("uniform", "diffkv", "leankv", "learned:merge", "learned:paper", "learned:score"),
+    builtin=(
+        "uniform",
+        "diffkv",
+        "leankv",
+        "streaming_llm",
+        "knorm",
+        "h2o",
+        "snapkv",
+        "pyramidkv",
+        "adakv",
+        "tova",
+        "learned:merge",
+        "learned:paper",
+        "learned:score",
+    ),
 )

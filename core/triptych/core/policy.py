@@ -27,6 +27,24 @@ class KVRotation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """A rule by which tokens of a prompt are kept or dropped: a score and a budget.
+
+    The sink and the recent window of the policy are always kept, and count towards the budget.
+    """
+
+    score: str
+    """Name in ``kernels.retain.SCORES``."""
+    budget: str
+    """Name in ``kernels.retain.BUDGETS``."""
+    keep_share: float
+    """Share of the prompt's tokens that are kept, the mean over head rows."""
+    last_queries: int | None = None
+    """Queries of the prompt whose attention the score needs: the last so many, or all (0). None: it
+    needs no attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """Which format stores each token, and which tokens are dropped.
 
@@ -37,6 +55,8 @@ class Policy:
     ``mass_*`` the thresholds are shares instead: the least significant tokens that together
     receive less than that share of all attention are not high, or not low. Then output tokens stay
     high, since such shares do not classify a single token. In a uniform policy all tokens are high.
+    With ``retention`` its rule decides instead of thresholds: tokens that it keeps are high, and so
+    are output tokens.
 
     With a ``merger``, tokens of a prompt that are neither sink nor window are merged, and have
     biases in place of scores.
@@ -66,6 +86,8 @@ class Policy:
     """The network that merges tokens; None: none are merged."""
     scorer: LearnedFile | None = None
     """The network that scores prompt tokens; None: their attention is summed, if it is needed."""
+    retention: Retention | None = None
+    """None: thresholds decide."""
     version: int = 1
     """Version of the method (``methods.composition``)."""
 
@@ -110,6 +132,17 @@ class Policy:
     def merged_tokens(self) -> int:
         """Tokens of a prompt that become one; 1: none are merged."""
         return self.merger.chunk_tokens if self.merger else 1
+
+    @property
+    def observes_attention(self) -> bool:
+        """Whether prefill adds up the attention that tokens receive."""
+        rule = self.retention
+        return self.needs_attention_sums or (rule is not None and rule.last_queries is not None)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether tokens of a prompt may be dropped."""
+        return self.retention is not None or max(self.alpha_low, self.mass_low) > 0
 
     @property
     def classifies_tokens(self) -> bool:

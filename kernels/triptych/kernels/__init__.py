@@ -33,6 +33,7 @@ from triptych.kernels.pointwise import (
 from triptych.kernels.prefill import (
     ALWAYS_HIGH,
     largest_sums,
+    mean_sums,
     prefill_attention,
     significance_of,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "largest_sums",
     "load_tokens",
     "mass_limits",
+    "mean_sums",
     "move_tokens",
     "observe_ops",
     "plan_retirement",

@@ -96,7 +96,7 @@ class Scheduler:
             PLACEMENT_POLICIES.load(config.placement),
             cluster.load_index,
             cluster.latency,
-            lambda method: plan.of_method(method).block_tokens,
+            lambda method: plan.of_method(method).prefix_block_tokens,
             PrefixMap(plan.prefix_blocks),
             config.affinity_ttft_s,
         )

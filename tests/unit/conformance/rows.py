@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,6 +37,16 @@ METHOD_NAMES = tuple(
     for name in ([f"uniform:{form}" for form in FORMATS] if row == "uniform" else [row])
 )
 """Each row of the table, and ``uniform`` with each format."""
+ALIKE = (
+    *("streaming_llm", "knorm", "h2o", "snapkv", "pyramidkv", "tova"),
+    *("learned:paper", "learned:score"),
+)
+"""Methods that differ from another one in a part that has tests of its own."""
+METHODS_TO_TEST = tuple(
+    pytest.param(name, marks=[pytest.mark.conformance] if name in ALIKE else [])
+    for name in METHOD_NAMES
+)
+"""``make check`` runs one method of each kind, ``make conformance`` all."""
 
 Tokens = list[tuple[str, Tensor, Tensor, Tensor]]
 """Of each run: its format, and keys, values and positions of its tokens."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.conformance.rows import (
     FILES,
-    METHOD_NAMES,
+    METHODS_TO_TEST,
     answer,
     by_reference,
     compress,
@@ -45,17 +45,7 @@ LENGTHS = (1, 2, 5, 31, 64, 131)
 ANSWER = 24
 
 
-ALIKE = ("learned:paper", "learned:score")
-"""Methods that differ from ``learned:merge`` and ``diffkv`` in one part, which has tests."""
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.conformance] if name in ALIKE else [])
-        for name in METHOD_NAMES
-    ],
-)
+@pytest.fixture(scope="module", params=METHODS_TO_TEST)
 def stages(request: pytest.FixtureRequest, tiny_model: Path) -> Stages:
     return Stages.of(tiny_model, settings_of(request.param, tiny_model))
 
@@ -107,8 +97,7 @@ def test_every_token_is_stored_once_or_dropped_in_pages_of_the_methods_formats(
             assert (merged == [0] * (chunk - 1) + [1]).all(), "the newest of a chunk stands for it"
             assert held[:, sink + leaving :].all()
             continue
-        may_drop = max(plan.policy.alpha_low, plan.policy.mass_low) > 0
-        assert may_drop or held.all()
+        assert plan.policy.drops_tokens or held.all()
     drop(stages, asked)
 
 
@@ -222,7 +211,7 @@ def test_the_next_worker_goes_on_wherever_the_first_one_died(stages: Stages) -> 
         die_and_go_on(stages, whole, lines, DECODE)
 
 
-@pytest.mark.parametrize("name", METHOD_NAMES)
+@pytest.mark.parametrize("name", METHODS_TO_TEST)
 @settings(max_examples=60, deadline=None)
 @given(prompt=st.integers(1, 2000), more=st.integers(0, 600))
 def test_the_byte_model_grows_with_tokens(name: str, prompt: int, more: int) -> None:
@@ -233,7 +222,7 @@ def test_the_byte_model_grows_with_tokens(name: str, prompt: int, more: int) -> 
     assert model.estimate(prompt + more, 0).grown == then.grown
 
 
-@pytest.mark.parametrize("name", METHOD_NAMES)
+@pytest.mark.parametrize("name", METHODS_TO_TEST)
 def test_a_new_version_has_other_cached_prefixes(name: str) -> None:
     plan = plan_of(name)
     newer = replace(plan, policy=replace(plan.policy, version=2))
@@ -245,8 +234,9 @@ def test_parts_say_what_they_do_and_what_they_need(row: str) -> None:
     method = METHODS.load(row)
     assert isinstance(method, Method)
     policy = plan_of("uniform:k8v4" if row == "uniform" else row).policy
-    assert policy.needs_attention_sums == ("attention_sums" in method.needs)
+    assert policy.observes_attention == bool(method.needs & {"attention_sums", "queries"})
     assert (policy.merger is not None) == ("merges_tokens" in method.traits)
+    assert policy.drops_tokens == ("drops_tokens" in method.traits)
     assert (policy.low_format is not None) == ("requantizes_tokens" in method.traits)
     assert policy.kv_rotation.rotated == ("mixes_channels" in method.traits)
 

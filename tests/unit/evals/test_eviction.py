@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from triptych.evals.methods import eviction
 from triptych.evals.methods.eviction import EVICTIONS, PromptAttention
+from triptych.kernels.retain import pyramid_budgets
 
 LAYERS, HEADS, KV_HEADS, TOKENS = 4, 4, 2, 90
 GROUP = HEADS // KV_HEADS
@@ -119,13 +120,13 @@ def test_soft_prune_has_one_threshold_for_all_rows() -> None:
 
 
 def test_pyramidkv_gives_early_layers_more() -> None:
-    budgets = eviction.pyramid(30, 1024, 300)
+    budgets = pyramid_budgets(30, 1024, 300)
     assert sum(budgets) == 30 * 300
     assert budgets == sorted(budgets, reverse=True)
     assert budgets[0] > 500
     assert budgets[-1] == 64
     rows = kept("pyramidkv", 70)
-    assert [len(layer[0]) for layer in rows] == eviction.pyramid(LAYERS, TOKENS, 70)
+    assert [len(layer[0]) for layer in rows] == pyramid_budgets(LAYERS, TOKENS, 70)
     assert all(set(range(TOKENS - 64, TOKENS)) <= row for layer in rows for row in layer)
 
 
@@ -140,7 +141,7 @@ def test_as_much_is_kept_as_the_budget_says(name: str, budget: int, seed: int) -
 @given(st.integers(1, 40), st.integers(1, 5000), st.data())
 def test_a_pyramid_has_the_bytes_of_a_column(layers: int, tokens: int, data: st.DataObject) -> None:
     budget = data.draw(st.integers(0, tokens))
-    found = eviction.pyramid(layers, tokens, budget)
+    found = pyramid_budgets(layers, tokens, budget)
     assert sum(found) == layers * budget
     assert all(0 <= count <= tokens for count in found)
 

@@ -45,6 +45,7 @@ ANSWERS = {
     "identical": "identical",
     "parted after": "first_divergence",
     "BLEU": "bleu",
+    "ROUGE-1": "rouge_1",
     "ROUGE-L": "rouge_l",
 }
 QUICK_CONTEXTS = "1024"

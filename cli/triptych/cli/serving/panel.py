@@ -83,6 +83,8 @@ def describe_precision(plan: AppPlan) -> Iterator[str]:
     recent = plan.pages.recent.format.name.upper()
     yield f"{policy.name}: the newest {policy.window_tokens} tokens in {recent}"
     others = policy.high_format.upper()
-    if policy.low_format is not None:
+    if policy.retention is not None:
+        others += f", {policy.retention.keep_share:.0%} of a prompt's tokens"
+    elif policy.low_format is not None:
         others += f" or {policy.low_format.upper()}, by the attention that they receive"
     yield f"others in {others}"

@@ -140,7 +140,8 @@ def check_policy(name: str) -> None:
     try:
         POLICY_NAMES.check(name)
     except ConfigError as error:
-        expected = "'auto', 'uniform:<format>', 'diffkv', 'leankv', 'learned:*' or a plug-in"
+        methods = ", ".join(repr(name) for name in POLICY_NAMES.builtin if name != "uniform")
+        expected = f"'auto', 'uniform:<format>', {methods} or a plug-in"
         text = f"compressor.policy={name!r}: expected {expected}; {error}"
         raise ConfigError(text) from error
 
@@ -163,9 +164,11 @@ class CompressorConfig:
     policy: str = "auto"
     """How each token is stored: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
     significant ones in ``high_format`` and drops others or stores them in ``low_format``;
-    ``leankv`` decides by their share of all attention; ``learned:merge``, ``learned:paper`` and
-    ``learned:score`` use networks trained for the model (``learned``); ``module:object`` is a
-    policy of your own (docs/extending.md). ``auto`` without a profile: ``uniform:k8v4``."""
+    ``leankv`` decides by their share of all attention; ``streaming_llm``, ``knorm``, ``h2o``,
+    ``snapkv``, ``pyramidkv``, ``adakv`` and ``tova`` keep ``keep_share`` of a prompt's tokens, in
+    ``high_format``; ``learned:merge``, ``learned:paper`` and ``learned:score`` use networks trained
+    for the model (``learned``); ``module:object`` is a policy of your own (docs/extending.md).
+    ``auto`` without a profile: ``uniform:k8v4``."""
 
     methods: tuple[str, ...] = ()
     """Methods that a request or a key may choose beside ``policy``, which is the default: names as
@@ -197,6 +200,10 @@ class CompressorConfig:
 
     mass_low: float = 0.0
     """Those that together receive less than this share are dropped (``leankv``)."""
+
+    keep_share: float = 0.5
+    """Share of a prompt's tokens that retention rules keep (``snapkv``, ``h2o``, ...), with the
+    first and the newest ones; requests of these methods use no cached prefixes."""
 
     recent_window_tokens: int | Auto = "auto"
     """Newest tokens that stay in 8 bits (K8V8); ``auto`` without a profile: 64."""
@@ -238,6 +245,8 @@ class CompressorConfig:
         low, high = self.mass_low, self.mass_high
         require(0 <= high <= 1, "compressor.mass_high", high, "0 to 1")
         require(0 <= low <= high, "compressor.mass_low", low, f"0 to mass_high ({high})")
+        keep = self.keep_share
+        require(0 < keep <= 1, "compressor.keep_share", keep, "above 0, up to 1")
         window = self.recent_window_tokens
         require(window == "auto" or window >= 0, "compressor.recent_window_tokens", window, ">= 0")
         require(self.sink_tokens >= 0, "compressor.sink_tokens", self.sink_tokens, ">= 0")

@@ -23,8 +23,9 @@ how a token becomes bytes."""
 Granularity = Literal["model", "layer", "head", "token", "page"]
 """The smallest unit about which a part decides, or which it encodes."""
 Need = Literal["attention_sums", "queries", "calibration", "training"]
-"""``attention_sums``: the attention that each prompt token received; ``queries``: queries of the
-prompt; ``calibration``: a compression profile; ``training``: an artefact of a training run."""
+"""``attention_sums``: the attention that each prompt token received; ``queries``: its attention
+from the last queries of the prompt alone; ``calibration``: a compression profile; ``training``: an
+artefact of a training run."""
 Trait = Literal[
     "drops_tokens",
     "requantizes_tokens",
@@ -43,9 +44,9 @@ Trait = Literal[
 written alone; ``bits_by_energy``: channels have bits by their energy; ``scale_normalized``: codes
 do not depend on the norm of a vector.
 """
-PROVIDED: frozenset[Need] = frozenset({"attention_sums"})
-"""What every server provides."""
-WITH_PROFILE: frozenset[Need] = frozenset({"attention_sums", "calibration"})
+PROVIDED: frozenset[Need] = frozenset({"attention_sums", "queries"})
+"""What every server provides; prefill adds up attention only for methods that need it."""
+WITH_PROFILE: frozenset[Need] = frozenset({"attention_sums", "queries", "calibration"})
 """What a server with a compression profile provides."""
 WAYS_OUT: Mapping[Need, str] = {
     "training": "run 'triptych train' for this model, and name the file in compressor.learned",
@@ -142,6 +143,8 @@ class Method:
     idea: str
     """One sentence for the list of methods."""
     policy: "Callable[[CompressorConfig, Profile | None], Policy]"
+    paper: str = ""
+    """Whose idea it is; empty: ours, or nobody's in particular."""
     version: int = 1
     scorer: Part | None = None
     """None: no token matters more than another."""

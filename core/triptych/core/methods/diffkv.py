@@ -27,6 +27,7 @@ def by_mean_attention(config: CompressorConfig, profile: Profile | None = None) 
 METHOD = Method(
     name="diffkv",
     idea="tokens high, low or dropped by the mean attention that they receive",
+    paper="DiffKV",
     policy=by_mean_attention,
     scorer=ATTENTION,
     budget=classes_by_threshold("thresholds_of_the_mean"),

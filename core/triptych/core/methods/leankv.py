@@ -21,6 +21,7 @@ def by_share_of_attention(config: CompressorConfig, profile: Profile | None = No
 METHOD = Method(
     name="leankv",
     idea="prompt tokens high, low or dropped by shares of all attention",
+    paper="LeanKV",
     policy=by_share_of_attention,
     scorer=ATTENTION,
     budget=classes_by_threshold("shares_of_the_whole"),

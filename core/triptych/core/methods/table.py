@@ -21,6 +21,13 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "learned:merge": "triptych.core.methods.learned:MERGE",
         "learned:paper": "triptych.core.methods.learned:PAPER",
         "learned:score": "triptych.core.methods.learned:SCORE",
+        "streaming_llm": "triptych.core.methods.retention.streaming_llm:METHOD",
+        "knorm": "triptych.core.methods.retention.knorm:METHOD",
+        "h2o": "triptych.core.methods.retention.h2o:METHOD",
+        "snapkv": "triptych.core.methods.retention.snapkv:METHOD",
+        "pyramidkv": "triptych.core.methods.retention.pyramidkv:METHOD",
+        "adakv": "triptych.core.methods.retention.adakv:METHOD",
+        "tova": "triptych.core.methods.retention.tova:METHOD",
     },
 )
 """Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``

@@ -92,12 +92,17 @@ Generate = Callable[[TaskBuilder, random.Random, int, float], Task]
 """From builder, randomness, task number and depth of its fact to a task."""
 
 
-def passkey(builder: TaskBuilder, rng: random.Random, number: int, depth: float) -> Task:
-    """One number somewhere in the text."""
+def passkey_texts(rng: random.Random) -> tuple[str, str, str]:
+    """A fact with a random number, the question about it, and the answer."""
     key = rng.randrange(10_000, 100_000)
     fact = f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
-    question = "\nWhat is the pass key? The pass key is"
-    return builder.task("passkey", number, [(depth, fact)], question, f" {key}")
+    return fact, "\nWhat is the pass key? The pass key is", f" {key}"
+
+
+def passkey(builder: TaskBuilder, rng: random.Random, number: int, depth: float) -> Task:
+    """One number somewhere in the text."""
+    fact, question, answer = passkey_texts(rng)
+    return builder.task("passkey", number, [(depth, fact)], question, answer)
 
 
 def needles(builder: TaskBuilder, rng: random.Random, number: int, depth: float) -> Task:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from triptych.kernels.prefill import significance_of
+from triptych.kernels.retain import pyramid_budgets
 
 SINK_TOKENS = 4
 """First tokens that StreamingLLM keeps."""
@@ -24,8 +25,6 @@ WINDOW_TOKENS = 64
 """Last queries of a prompt: SnapKV scores by them, and keeps their tokens."""
 POOL_TOKENS = 5
 """Width of the pooling that SnapKV applies to scores, so that neighbours are kept too."""
-PYRAMID = 20
-"""PyramidKV's beta: the last layer gets this many times less than the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ def pyramidkv(prompt: PromptAttention, budget: int) -> Tensor:
     Source: Cai et al., PyramidKV; budget beyond a layer's tokens goes to the others
     """
     scores = _snap(prompt, budget)
-    budgets = pyramid(len(scores), prompt.tokens, budget)
+    budgets = pyramid_budgets(len(scores), prompt.tokens, budget)
     return torch.stack([largest(row, count) for row, count in zip(scores, budgets, strict=True)])
 
 
@@ -152,28 +151,6 @@ def protect(scores: Tensor, newest: int) -> Tensor:
 def grouped(scores: Tensor, prompt: PromptAttention) -> Tensor:
     """Mean over the query heads of each KV head: [L, H, N] -> [L, KH, N]."""
     return scores.unflatten(1, (prompt.kv_heads, -1)).mean(2)
-
-
-def pyramid(layers: int, tokens: int, budget: int) -> list[int]:
-    """Tokens of each layer: from ``2 budget - budget / 20`` down to ``budget / 20``, linearly.
-
-    The sum is that of ``budget`` for each layer. A layer has at most ``tokens`` and at least
-    SnapKV's window; layers between these limits share the remainder.
-    """
-    least = min(max(min(WINDOW_TOKENS, budget), budget // PYRAMID), tokens)
-    steps = range(layers)
-    line = [budget + (budget - budget / PYRAMID) * (1 - 2 * i / max(1, layers - 1)) for i in steps]
-    found = [min(tokens, max(least, round(wish))) for wish in line]
-    left = budget * layers - sum(found)
-    while left:
-        step = 1 if left > 0 else -1
-        free = [i for i in steps if least <= found[i] + step <= tokens]
-        if not free:
-            break
-        for i in free[: abs(left)]:
-            found[i] += step
-        left -= step * min(len(free), abs(left))
-    return found
 
 
 def _snap(prompt: PromptAttention, budget: int) -> Tensor:

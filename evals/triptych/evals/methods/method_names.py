@@ -16,6 +16,8 @@ from triptych.evals.methods.full_cache import FullCache, SimulatedFormat, simula
 from triptych.evals.methods.served_engines import EngineMethod
 
 FULL, DEFAULT, SIMULATED, SELECTION = "full", "default", "simulated:", "selection."
+SERVED = "served:"
+"""In front of a method of the server whose name is that of a baseline too."""
 CACHE = "+prefix_cache=true"
 
 COMPARED = (
@@ -39,7 +41,8 @@ def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> 
     the compressor with settings after it: ``uniform:k8v4+recent_window_tokens=128``, or
     ``default+selection.method=moments`` for those of ``decode.selection``. With
     ``+prefix_cache=true`` the server has its prefix cache, as by default, and so rounds prompts;
-    the cases share nothing.
+    the cases share nothing. ``served:snapkv+keep_share=0.5`` is the method of the server, and
+    ``snapkv+keep=0.5`` the baseline of this name.
 
     Raises: ConfigError if the name or a setting is unknown
     """
@@ -49,7 +52,7 @@ def parse_method(name: str, model_path: Path, base: AppConfig, dtype: DType) -> 
         form = simulated_format(name.removeprefix(SIMULATED))
         window = policy_of(base.compressor).window_tokens
         return SimulatedFormat(model_path, form, window)
-    settings, has_cache = name.removesuffix(CACHE), name.endswith(CACHE)
+    settings, has_cache = name.removeprefix(SERVED).removesuffix(CACHE), name.endswith(CACHE)
     config = base if settings == DEFAULT else _with_settings(settings, base)
     model = ModelConfig(name=str(model_path), dtype=dtype)
     return EngineMethod(name, replace(config, model=model), model_path, has_cache)

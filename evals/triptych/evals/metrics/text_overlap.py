@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingImports=false
 # ruff: noqa: PLC0415 - the libraries come with the extra `eval` alone
-"""BLEU and ROUGE-L of texts, by sacrebleu and rouge_score."""
+"""BLEU and ROUGE of texts, by sacrebleu and rouge_score."""
 
 from collections.abc import Sequence
 
@@ -23,18 +23,27 @@ def bleu(references: Sequence[str], answers: Sequence[str]) -> float:
     return float(corpus_bleu(list(answers), [list(references)]).score)
 
 
-def rouge_l(references: Sequence[str], answers: Sequence[str]) -> float:
-    """Mean ROUGE-L F1 of answers against one reference each, 0 to 1.
+def rouge_1(references: Sequence[str], answers: Sequence[str]) -> float:
+    """Mean ROUGE-1 F1 (single words) of answers against one reference each, 0 to 1.
 
     Raises: ConfigError if rouge_score is not installed
     """
+    return _rouge("rouge1", references, answers)
+
+
+def rouge_l(references: Sequence[str], answers: Sequence[str]) -> float:
+    """Mean ROUGE-L F1 (longest common subsequence), as ``rouge_1``."""
+    return _rouge("rougeL", references, answers)
+
+
+def _rouge(kind: str, references: Sequence[str], answers: Sequence[str]) -> float:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise ConfigError(MISSING.format("rouge_score")) from error
-    scorer = RougeScorer(["rougeL"])
+    scorer = RougeScorer([kind])
     scores = [
-        float(scorer.score(reference, answer)["rougeL"].fmeasure)
+        float(scorer.score(reference, answer)[kind].fmeasure)
         for reference, answer in zip(references, answers, strict=True)
     ]
     return sum(scores) / len(scores)

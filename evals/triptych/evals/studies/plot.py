@@ -50,7 +50,7 @@ def plot_quality(rows: Sequence[Row], context: Context, stem: Path) -> list[Path
     axes.set_title(f"context of {context} tokens" if context != "all" else "all context lengths")
     figure.legend(loc="outside right upper", fontsize=8)
     axes.grid(visible=True, which="both", alpha=0.25)
-    return _save(figure, stem)
+    return save_figure(figure, stem)
 
 
 def plot_axes(points: Sequence[Point], stem: Path) -> list[Path]:
@@ -73,7 +73,7 @@ def plot_axes(points: Sequence[Point], stem: Path) -> list[Path]:
             name,
             [point for point in points if point.axis == name],
         )
-    return _save(figure, stem)
+    return save_figure(figure, stem)
 
 
 def _panel(axes: "Axes", name: str, points: Sequence[Point]) -> None:
@@ -92,7 +92,8 @@ def _panel(axes: "Axes", name: str, points: Sequence[Point]) -> None:
     axes.grid(visible=True, which="both", axis="y", alpha=0.25)
 
 
-def _save(figure: "Figure", stem: Path) -> list[Path]:
+def save_figure(figure: "Figure", stem: Path) -> list[Path]:
+    """Write a figure as ``stem.png`` and ``stem.svg``."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     stem.parent.mkdir(parents=True, exist_ok=True)
     for path in paths:

@@ -15,7 +15,7 @@ from triptych.evals.metrics.fidelity import (
     kl_means,
     summarize,
 )
-from triptych.evals.metrics.text_overlap import bleu, rouge_l
+from triptych.evals.metrics.text_overlap import bleu, rouge_1, rouge_l
 from triptych.evals.studies.runner import Group, Record, Records
 
 Context = int | Literal["all"]
@@ -116,6 +116,7 @@ class AnswerRow:
     first_divergence: float
     """Mean number of tokens before the first difference; all of them where there is none."""
     bleu: float
+    rouge_1: float
     rouge_l: float
 
 
@@ -171,6 +172,7 @@ def _answer_row(
         identical=_mean(float(at is None) for at in divergences),
         first_divergence=_mean(float(tokens if at is None else at) for at in divergences),
         bleu=bleu(reference, answers),
+        rouge_1=rouge_1(reference, answers),
         rouge_l=rouge_l(reference, answers),
     )
 

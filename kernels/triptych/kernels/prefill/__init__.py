@@ -2,9 +2,14 @@
 
 from triptych.kernels.op import Op
 from triptych.kernels.prefill import reference
-from triptych.kernels.prefill.significance import ALWAYS_HIGH, largest_sums, significance_of
+from triptych.kernels.prefill.significance import (
+    ALWAYS_HIGH,
+    largest_sums,
+    mean_sums,
+    significance_of,
+)
 
-__all__ = ["ALWAYS_HIGH", "largest_sums", "prefill_attention", "significance_of"]
+__all__ = ["ALWAYS_HIGH", "largest_sums", "mean_sums", "prefill_attention", "significance_of"]
 
 prefill_attention = Op(
     name="prefill_attention",

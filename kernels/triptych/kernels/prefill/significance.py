@@ -18,6 +18,16 @@ def largest_sums(sums: Tensor, num_kv_heads: int) -> Tensor:
     return sums.reshape(*shape, num_kv_heads, heads // num_kv_heads, keys).amax(-2)
 
 
+def mean_sums(sums: Tensor, num_kv_heads: int) -> Tensor:
+    """The mean column sum of the query heads of each KV head, by which retention rules score.
+
+    Shapes:  sums [..., H, N] -> [..., KH, N]
+    Dtypes:  float32
+    """
+    *shape, heads, keys = sums.shape
+    return sums.reshape(*shape, num_kv_heads, heads // num_kv_heads, keys).mean(-2)
+
+
 def significance_of(sums: Tensor, tokens: int, num_kv_heads: int) -> Tensor:
     """Mean attention per key from column sums, the largest over the query heads of a KV head.
 

@@ -160,9 +160,10 @@ def key_of(request: Request, plan: PagePlan) -> bytes:
     The conversation if it is known; else the first blocks of the prompt. Where no prefixes are
     kept there is nothing to share, and requests are spread by their ids.
     """
-    if not plan.prefix_bytes:
+    plan = plan.of_method(request.method)
+    if not plan.caches_prompts:
         return request.id.encode()
-    block_tokens = plan.of_method(request.method).block_tokens
+    block_tokens = plan.block_tokens
     beginning = request.prompt[: KEY_BLOCKS * block_tokens + 1]
     asked = replace(request, prompt=beginning, output_tokens=(), cached_at_most=None)
     return affinity_key(PromptToPlace(asked, 0.0, block_tokens))

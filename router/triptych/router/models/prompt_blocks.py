@@ -13,8 +13,11 @@ def block_keys(packed: bytes, salt: str, block_tokens: int) -> tuple[bytes, ...]
 
     The key of a block hashes that of the block before it, so equal keys mean equal beginnings. The
     last token is always computed, so it is in no block. Prompts with different salts share nothing.
-    ``packed``: the tokens, as ``pack_tokens`` writes them.
+    ``packed``: the tokens, as ``pack_tokens`` writes them. ``block_tokens`` is 0 for methods that
+    do not use the prefix cache: their prompts share nothing.
     """
+    if not block_tokens:
+        return ()
     step = block_tokens * TOKEN_BYTES
     found = list[bytes]()
     parent = salt.encode()
@@ -34,7 +37,7 @@ class PromptToPlace:
     ttft_s: float
     """TTFT limit of the request, or ``router.affinity_ttft_s`` if it has none."""
     block_tokens: int
-    """Tokens of a block of the prefix cache."""
+    """Tokens of a block of the prefix cache; 0: the method does not use it."""
     keys_were_read: bool = False
     """Whether a placement policy used ``keys``: then the router records where it is sent."""
     _keys: tuple[bytes, ...] | None = None

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.conformance.rows import METHOD_NAMES, compress, settings_of, stored
+from tests.unit.conformance.rows import METHODS_TO_TEST, compress, settings_of, stored
 from tests.unit.conformance.test_conformance import requests
 from tests.unit.workers.decode.test_resume import Stages
 from triptych.workers.device import Device
 
 
-@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("method", METHODS_TO_TEST)
 def test_a_gpu_stores_the_same_tokens_in_the_same_classes(
     tiny_model: Path, device: Device, method: str
 ) -> None:

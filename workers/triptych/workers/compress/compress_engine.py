@@ -46,6 +46,7 @@ from triptych.workers.compress.attention_predictor import AttentionPredictor
 from triptych.workers.compress.job import ClassPlan, EarlyEncode, Job, LayerGroup, split_by_class
 from triptych.workers.compress.prompt_merger import MergedPrompt, PromptMerger
 from triptych.workers.compress.raw_tokens import RawTokens
+from triptych.workers.compress.retention import retained
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import Run, make_handle, pages_of, pool_pages, unpack_run
@@ -350,7 +351,12 @@ class CompressEngine:
         first, end = group.leaving.start, group.leaving.stop
         every = np.arange(first, end, dtype=np.int32)
         own = every[(every < fixed.start) | (every >= fixed.stop)]
-        if policy.classifies_tokens and first < end and job.floor == "low":
+        is_judged = first < end and job.floor == "low"
+        if policy.retention is not None and is_judged:
+            kept = retained(self._memory, job.plan, raw, tokens, job.rows_before(group), own)
+            scores = kept[:, self.device.put(own).long()].float()
+            high = low = torch.full((rows,), 0.5, device=there)
+        elif policy.classifies_tokens and is_judged:
             significance = self._significance(raw, tokens)
             judged = slice(max(0, first - rounded), max(0, end - rounded))
             high, low = _limits(policy, significance[:, rounded:], judged, tokens)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +105,10 @@ class Job:
     def rows(self) -> int:
         """Head rows that have arrived."""
         return sum(len(group.raw) for group in self.groups)
+
+    def rows_before(self, group: LayerGroup) -> int:
+        """Head rows of the layers in front of a group."""
+        return sum(len(one.raw) for one in takewhile(lambda one: one is not group, self.groups))
 
     @property
     def last(self) -> LayerGroup:

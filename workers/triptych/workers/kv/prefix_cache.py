@@ -189,7 +189,7 @@ class PrefixStore:
         Returns: seconds that computing the blocks being restored would take; 0 if there are none
         Raises:  PoolUnavailable, NotRegistered
         """
-        if not self.pool.restores:
+        if not (self.pool.restores and self.plan.caches_prompts):
             return 0.0
         space, tokens = self.namespace(request.cache_salt), _lookable(request)
         coming = self.pool.restore_prefix(space, tokens, request.tenant)

@@ -39,22 +39,20 @@ class ChunkAttention:
     ) -> None:
         """All ``chunks`` have the same layers."""
         self._arena, self._memory, self._half = arena, memory, half
-        self._layout, self._chunks = plan.raw, chunks
+        self._layout = plan.raw
         self._first_layer = chunks[0].layers.start
         put = memory.device.put
         self._positions = put(positions.astype(np.int32))
-        self._offsets = [0, *np.cumsum([chunk.tokens for chunk in chunks]).tolist()]
+        self._sequences = [part for chunk in chunks for part in chunk.by_observation()]
+        self._offsets = [0, *np.cumsum([part.tokens for part in self._sequences]).tolist()]
         per_page = plan.raw.tokens
         pages = [p.prompt.pages[:, :, p.positions // per_page] for p in chunks]
         self._pages = put(np.ascontiguousarray(np.concatenate(pages, axis=2).transpose(0, 2, 1)))
         rows = (self._positions % per_page)[:, None].expand(-1, plan.geometry.kv_heads)
         self._rows = rows.contiguous()
         self._rounded = [(layout, put(mask)) for layout, mask in _rounded_tokens(chunks).items()]
-        self._is_scored = any(
-            chunk.prompt.attention is not None and chunk.end > chunk.prompt.rounded.stop
-            for chunk in chunks
-        )
-        self._past = _tables_of_past(plan, chunks)
+        self._is_scored = any(part.is_observed for part in self._sequences)
+        self._past = _tables_of_past(plan, self._sequences)
         self._past_on_device = None if self._past is None else tuple(map(put, self._past))
 
     def __call__(
@@ -98,14 +96,14 @@ class ChunkAttention:
         return mixed.to(dtype)
 
     def _empty_sums(self, heads: int) -> Tensor:
-        longest = max(chunk.end for chunk in self._chunks)
-        return torch.zeros(len(self._chunks), heads, longest, device=self._memory.device.name)
+        longest = max(part.end for part in self._sequences)
+        return torch.zeros(len(self._sequences), heads, longest, device=self._memory.device.name)
 
     def _add_to_prompts(self, layer: int, sums: Tensor) -> None:
-        for chunk, received in zip(self._chunks, sums, strict=True):
-            first, end = chunk.prompt.rounded.stop, chunk.end
-            if chunk.prompt.attention is not None and first < end:
-                chunk.prompt.attention[layer, :, : end - first] += received[:, first:end]
+        for part, received in zip(self._sequences, sums, strict=True):
+            attention, first, end = part.prompt.attention, part.prompt.rounded.stop, part.end
+            if attention is not None and part.is_observed:
+                attention[layer, :, : end - first] += received[:, first:end]
 
 
 def _rounded_tokens(chunks: list[PrefillChunk]) -> dict[PageLayout, NDArray[np.bool_]]:
@@ -125,12 +123,16 @@ def _is_rounded(chunk: PrefillChunk, layout: PageLayout) -> NDArray[np.bool_]:
 
 
 def _tables_of_past(plan: PagePlan, chunks: list[PrefillChunk]) -> tuple[Ids, Ids] | None:
-    """Page tables [layers, chunks, kv_heads, pages] and tokens [chunks, kv_heads]."""
+    """Page tables [layers, chunks, kv_heads, pages] and tokens [chunks, kv_heads].
+
+    With some layers of a prompt, its pages are of these alone.
+    """
     starts = [chunk.start for chunk in chunks]
     if not any(starts):
         return None
     geometry, width = plan.geometry, plan.raw.pages(max(starts))
-    table = np.zeros((geometry.layers, len(chunks), geometry.kv_heads, width), np.int32)
+    layers = len(chunks[0].layers)
+    table = np.zeros((layers, len(chunks), geometry.kv_heads, width), np.int32)
     for i, chunk in enumerate(chunks):
         used = plan.raw.pages(chunk.start)
         table[:, i, :, :used] = chunk.prompt.pages[:, :, :used]

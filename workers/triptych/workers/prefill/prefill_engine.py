@@ -30,7 +30,7 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.core.pages import PagePlan
-from triptych.kernels import ALWAYS_HIGH, largest_sums
+from triptych.kernels import ALWAYS_HIGH, largest_sums, mean_sums
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.device import CPU, Device
@@ -251,7 +251,7 @@ class PrefillEngine:
         self._allocate(prompt, self.plan.geometry.layers)
         if request.is_scored:
             prompt.scores = PromptLogprobRows(request.prompt, request.sampling.prompt_logprobs)
-        if self.prefixes is not None:
+        if self.prefixes is not None and plan.caches_prompts:
             self._load_prefix(prompt, self.prefixes.of_method(request.method))
         return prompt
 
@@ -273,7 +273,7 @@ class PrefillEngine:
         per_row = self.plan.raw.pages(tokens)
         ids = self.pool.allocate(layers * kv_heads * per_row)
         prompt.pages = ids.reshape(layers, kv_heads, per_row)
-        if prompt.plan.policy.needs_attention_sums:
+        if prompt.plan.policy.observes_attention:
             shape = (layers, self.runner.num_heads, tokens - prompt.rounded.stop)
             prompt.attention = torch.zeros(shape, device=self.device.name)
 
@@ -408,7 +408,8 @@ class PrefillEngine:
         if prompt.attention is None:
             return
         geometry, per_page = self.plan.geometry, self.plan.raw.tokens
-        sums = largest_sums(prompt.attention, geometry.kv_heads)
+        merge = largest_sums if prompt.plan.policy.retention is None else mean_sums
+        sums = merge(prompt.attention, geometry.kv_heads)
         sums = F.pad(sums, (prompt.rounded.stop, 0), value=ALWAYS_HIGH)
         padded = F.pad(sums, (0, -prompt.request.known_tokens % per_page))
         ids = self.device.put(prompt.pages).long().flatten()

@@ -1,6 +1,6 @@
 """Prompts in prefill, and the chunks of them that one step processes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,15 @@ class Prompt:
         return [self.request, *self.equal]
 
     @property
+    def first_observed(self) -> int:
+        """The first query whose attention counts: that to rounded tokens decides nothing, and some
+        methods need the last queries alone."""
+        rule = self.plan.policy.retention
+        if rule is None or not rule.last_queries:
+            return self.rounded.stop
+        return max(0, self.request.known_tokens - rule.last_queries)
+
+    @property
     def tokens_left(self) -> int:
         return self.request.known_tokens - self.read
 
@@ -131,6 +140,23 @@ class PrefillChunk:
         """Tokens whose logits are needed: all, or the prompt's last one."""
         first = 0 if self.prompt.scores is not None else self.tokens - self.ends_prompt
         return range(first, self.tokens)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the attention of some of its queries counts."""
+        return self.prompt.attention is not None and self.end > self.prompt.first_observed
+
+    def by_observation(self) -> list["PrefillChunk"]:
+        """Itself, or its parts before and from the first query whose attention counts.
+
+        Only methods that need the last queries alone divide it. Their part is a sequence of its
+        own, which reads the part before it in pages, as a later chunk would.
+        """
+        first, rule = self.prompt.first_observed, self.prompt.plan.policy.retention
+        if rule is None or not rule.last_queries or not self.start < first < self.end:
+            return [self]
+        before = replace(self, tokens=first - self.start)
+        return [before, replace(self, start=first, tokens=self.end - first)]
 
     @property
     def positions(self) -> NDArray[np.int64]:

@@ -1,0 +1,24 @@
+"""A prompt as retention rules see it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedPrompt:
+    """Some layers of a prompt of N tokens: l layers, KH KV heads each."""
+
+    tokens: int
+    kv_heads: int
+    layers: range
+    """Those of the model that these are."""
+    model_layers: int
+    attention: Tensor
+    """Sums of the attention that each token received from the queries that count, mean over the
+    query heads of a KV head: [l, KH, N] float32; whatever stands there if the rule needs none."""
+    key_norms: Callable[[], Tensor]
+    """Computes the L2 norms of all keys, [l, KH, N] float32: only one rule needs them."""
+    kept: int
+    """Mean number of tokens of a head row that are kept."""

@@ -1,0 +1,80 @@
+# pyright: reportUnknownMemberType=false
+# torch leaves argsort untyped in part.
+"""Budgets of retention rules: how the tokens that are kept divide among layers and heads."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from triptych.kernels.retain.observed_prompt import ObservedPrompt
+from triptych.kernels.retain.retention_scores import WINDOW_TOKENS
+
+PYRAMID = 20
+"""PyramidKV's beta: the last layer gets this many times less than the mean."""
+SAFE_SHARE = 0.2
+"""Ada-KV's safeguard: each head keeps this share of what it would keep without it."""
+
+Budget = Callable[[Tensor, ObservedPrompt], Tensor]
+"""From scores [l, KH, N] to the tokens that are kept, bool [l, KH, N]."""
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """Mask of the ``count`` largest of the last axis; ties go to the earlier."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)[..., : max(0, count)]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, value=True)
+
+
+def per_head(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """The same number for each head row."""
+    return largest(scores, prompt.kept)
+
+
+def per_layer(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """More in early layers and fewer in late ones.
+
+    Source: PyramidKV, section 4
+    """
+    budgets = pyramid_budgets(prompt.model_layers, prompt.tokens, prompt.kept)
+    rows = zip(scores, (budgets[layer] for layer in prompt.layers), strict=True)
+    return torch.stack([largest(row, count) for row, count in rows])
+
+
+def across_heads(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """The best tokens of all heads of a layer together, after a least number for each head.
+
+    Source: Ada-KV, algorithm 1 (safeguard 0.2); as in kvpress
+    """
+    safe = max(1, int(prompt.kept * SAFE_SHARE))
+    scores = scores.masked_fill(largest(scores, safe), float("inf"))
+    return largest(scores.flatten(1), prompt.kept * prompt.kv_heads).view_as(scores)
+
+
+BUDGETS: Mapping[str, Budget] = {
+    budget.__name__: budget for budget in (per_head, per_layer, across_heads)
+}
+"""Budgets by name."""
+
+
+def pyramid_budgets(layers: int, tokens: int, budget: int) -> list[int]:
+    """Tokens of each layer: from ``2 budget - budget / 20`` down to ``budget / 20``, linearly.
+
+    The sum is that of ``budget`` for each layer. A layer has at most ``tokens`` and at least
+    SnapKV's window; layers between these limits share the remainder.
+
+    Source: PyramidKV, section 4.2
+    """
+    least = min(max(min(WINDOW_TOKENS, budget), budget // PYRAMID), tokens)
+    steps = range(layers)
+    line = [budget + (budget - budget / PYRAMID) * (1 - 2 * i / max(1, layers - 1)) for i in steps]
+    found = [min(tokens, max(least, round(wish))) for wish in line]
+    left = budget * layers - sum(found)
+    while left:
+        step = 1 if left > 0 else -1
+        free = [i for i in steps if least <= found[i] + step <= tokens]
+        if not free:
+            break
+        for i in free[: abs(left)]:
+            found[i] += step
+        left -= step * min(len(free), abs(left))
+    return found

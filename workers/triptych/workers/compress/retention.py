@@ -1,0 +1,61 @@
+"""Retention rules on the raw pages of a prompt: which tokens its policy keeps."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.core.pages import PagePlan
+from triptych.kernels import load_tokens
+from triptych.kernels.pages import segments
+from triptych.kernels.retain import BUDGETS, SCORES, ObservedPrompt
+from triptych.workers.kv.device_pages import DevicePages
+from triptych.workers.models.kv_rotation import Coordinates
+
+Ids = NDArray[np.int32]
+
+
+def retained(
+    memory: DevicePages, plan: PagePlan, raw: Ids, tokens: int, rows_before: int, competing: Ids
+) -> Tensor:
+    """The tokens that each head row keeps, bool [head rows, tokens].
+
+    ``raw``: raw pages of whole layers, [head rows, pages]; ``rows_before``: head rows of the layers
+    in front of them; ``competing``: positions of the tokens about which the rule decides. The
+    others are kept anyway and count towards the budget.
+    """
+    rule, kv_heads = plan.policy.retention, plan.geometry.kv_heads
+    assert rule is not None
+    layers = range(rows_before // kv_heads, (rows_before + len(raw)) // kv_heads)
+    there = memory.device
+    scores = segments(memory.near, plan.raw).scores[there.put(raw).long()]
+    prompt = ObservedPrompt(
+        tokens=tokens,
+        kv_heads=kv_heads,
+        layers=layers,
+        model_layers=plan.geometry.layers,
+        attention=scores.flatten(1)[:, :tokens].reshape(len(layers), kv_heads, tokens),
+        key_norms=lambda: _key_norms(memory, plan, raw, tokens, layers),
+        kept=round(rule.keep_share * tokens),
+    )
+    always = torch.ones(tokens, dtype=torch.bool, device=there.name)
+    always[there.put(competing).long()] = False
+    found = SCORES[rule.score](prompt).masked_fill(always, float("inf"))
+    return BUDGETS[rule.budget](found, prompt).reshape(len(raw), tokens)
+
+
+def _key_norms(memory: DevicePages, plan: PagePlan, raw: Ids, tokens: int, layers: range) -> Tensor:
+    """L2 norms of keys, [layers, kv_heads, tokens], layer by layer.
+
+    Pages hold rotated and centred keys; a rotation does not change norms.
+    """
+    kv_heads, put = plan.geometry.kv_heads, memory.device.put
+    rotation = Coordinates.of(plan.policy.kv_rotation, plan.geometry)
+    counts = put(np.full(kv_heads, tokens, np.int32))
+    norms = list[Tensor]()
+    for pages, layer in zip(np.split(raw, len(layers)), layers, strict=True):
+        keys, _, _ = load_tokens(memory.near, plan.raw, put(np.ascontiguousarray(pages)), counts)
+        if rotation is not None:
+            keys = keys + rotation.centre[layer].to(keys.device)[:, None]
+        norms.append(keys.square().sum(-1).sqrt())
+    return torch.stack(norms)

@@ -21,7 +21,7 @@ from ray.serve.deployment import Application
 from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.config.cache_dirs import environment_variable
 from triptych.core.errors import ConfigError
-from triptych.core.messages import Stage
+from triptych.core.messages import STAGES, Stage
 from triptych.core.pages import PagePlan
 from triptych.core.shards import shard_of
 from triptych.deployments.app_plan import AppPlan
@@ -67,7 +67,7 @@ def build_app(args: dict[str, object]) -> Application:
     )
     plan = replace(plan, nodes=len(nodes))
     Access.of(config.network, plan.token)
-    check_gpus(config, plan.stages, sum(node.get("GPU", 0.0) for node in nodes))
+    check_gpus(config, sum(node.get("GPU", 0.0) for node in nodes), plan.stages)
     return bind_deployments([plan.of_shard(config, index) for index in range(plan.shards)])
 
 
@@ -110,7 +110,7 @@ def make_plan(config: AppConfig) -> AppPlan:
     return plan
 
 
-def check_gpus(config: AppConfig, stages: Sequence[Stage], available: float) -> None:
+def check_gpus(config: AppConfig, available: float, stages: Sequence[Stage] = STAGES) -> None:
     """Raise ConfigError if the stages together need more GPUs than their nodes have."""
     wanted = {stage: _gpus(actor_config(config, stage)) for stage in stage_groups(config, stages)}
     if sum(wanted.values()) > available:

@@ -178,7 +178,7 @@ def test_our_own_faults_show_nothing_but_the_request_id(http, engine, stream):
 def test_an_engine_that_stops_early_is_an_error(http, engine):
     engine.failure = None
 
-    async def nothing(requests):
+    async def nothing(requests, images=()):
         for _ in ():
             yield
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from triptych.core.messages import Stage, stages_of
+from triptych.core.messages import STAGES, Stage
 from triptych.workers.decode.read_stats import Reading, reused
 from triptych.workers.profiling.profiler import Step
 
@@ -181,14 +181,17 @@ def _steps(steps: Sequence[Step], weight_bytes: int, origin_s: float) -> list[St
     return rows
 
 
-TRACED = stages_of(has_images=True)
+TRACED: tuple[Stage, ...] = (*STAGES, "encode")
+"""Rows of a trace; that of a stage that not every model has comes last."""
 
 
 def chrome_trace(events: Sequence[Event]) -> dict[str, object]:
     """A trace for chrome://tracing and Perfetto, with a row per stage."""
+    seen = {event["pid"] for event in events}
     names: list[Event] = [
         {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": stage}}
         for pid, stage in enumerate(TRACED)
+        if stage in STAGES or pid in seen
     ]
     return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
 

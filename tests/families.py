@@ -78,6 +78,17 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "Gemma 3": _with_text(
         "gemma3", "gemma3_text", head_dim=32, sliding_window=24, sliding_window_pattern=2
     ),
+    "LLaVA": lambda: AutoConfig.for_model(
+        "llava",
+        text_config={"model_type": "llama", **TINY},
+        vision_config={
+            "model_type": "clip_vision_model",
+            **{**VISION, "num_hidden_layers": 2},
+            **{"image_size": 28, "patch_size": 7, "projection_dim": 16},
+        },
+        image_token_id=257,
+        tie_word_embeddings=False,
+    ),
     "Mistral 3": _with_text("mistral3", "mistral", head_dim=32),
     "Qwen2.5-VL": _with_text("qwen2_5_vl", "qwen2_5_vl_text", rope_parameters=dict(MROPE)),
     "Qwen3-VL": _with_text("qwen3_vl", "qwen3_vl_text", head_dim=32, rope_parameters=dict(MROPE)),

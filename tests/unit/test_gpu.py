@@ -18,7 +18,10 @@ import torch
 FILES = sorted(Path(__file__).parent.glob("*/gpu/test_*.py"))
 LONG = {
     f"test_gpu_{name}"
-    for name in ("decode", "engines", "methods", "mixed_graphs", "prefill", "resume", "select")
+    for name in (
+        *("decode", "draw", "engines", "methods", "mixed_graphs", "prefill", "resume", "scores"),
+        "select",
+    )
 }
 """Files that take so long that only ``make interpreter`` runs them."""
 

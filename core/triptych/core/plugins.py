@@ -12,6 +12,9 @@ POLICY_NAMES = PluginNames(
         "uniform",
         "diffkv",
         "leankv",
+        "learned:merge",
+        "learned:paper",
+        "learned:score",
         "streaming_llm",
         "knorm",
         "h2o",
@@ -19,8 +22,5 @@ POLICY_NAMES = PluginNames(
         "pyramidkv",
         "adakv",
         "tova",
-        "learned:merge",
-        "learned:paper",
-        "learned:score",
     ),
 )

@@ -137,6 +137,7 @@ def test_the_frontier_has_what_nothing_beats_in_both(
 def test_every_method_of_the_default_study_has_its_paper() -> None:
     papers = {name: paper_of(name) for name in FRONTIER}
     assert papers["leankv"] == "LeanKV"
+    assert paper_of("learned:paper") == "FastCache"
     assert all(paper or name.startswith("uniform:") for name, paper in papers.items())
     assert is_served("served:snapkv+keep_share=0.5")
     assert not is_served("snapkv+keep=0.5")

@@ -140,7 +140,9 @@ def is_served(name: str) -> bool:
 
 def paper_of(name: str) -> str:
     """The paper of a method, by its name in a study."""
-    kind = name.removeprefix(SERVED).partition("+")[0].partition(":")[0]
+    kind = name.removeprefix(SERVED).partition("+")[0]
+    if kind not in METHODS.builtin:  # such as ``uniform:k8v4``
+        kind = kind.partition(":")[0]
     if kind in PAPERS:
         return PAPERS[kind]
     method = METHODS.load("diffkv" if kind == DEFAULT else kind)

@@ -48,7 +48,7 @@ class ImageSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
-    """What stands in a prompt for each image of one model."""
+    """The tokens of an image in prompts of one model."""
 
     placeholder: int
     """Token id that the chat template writes once for an image."""

@@ -35,7 +35,7 @@ class _ProcessLost(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What the child processes do, and their limits."""
+    """A kind of work for child processes, and its limits."""
 
     name: str
     """What is done, in messages."""

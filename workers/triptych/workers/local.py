@@ -28,7 +28,6 @@ from triptych.core.messages import (
     CompressionReport,
     Failed,
     FinishReason,
-    ImageData,
     Message,
     PromptLogprobs,
     Register,
@@ -40,6 +39,7 @@ from triptych.core.messages import (
     Tokens,
     WantImages,
     pack,
+    pixels_for,
     stages_of,
     unpack,
 )
@@ -122,7 +122,8 @@ class LocalServer:
         """
         path = model_path or resolve(config.model.name)
         facts, vision = describe(path), describe_vision(path)
-        self._images = dict[bytes, Image]()
+        self._images = dict[str, Sequence[Image]]()
+        """By request, until it ends."""
         self._layout = vision.layout
         stages = stages_of(has_images=vision.layout is not None)
         device = device or device_of(config, stages)
@@ -235,7 +236,7 @@ class LocalServer:
         """
         name, spans = f"local-{next(self._ids)}", ()
         if images and self._layout is not None:
-            self._images |= {image.digest: image for image in images}
+            self._images[name] = tuple(images)
             prompt, spans = expand_images(prompt, images, self._layout)
         return Request(
             id=name,
@@ -268,6 +269,7 @@ class LocalServer:
         finally:
             for journey in journeys:
                 self._journeys.end(journey)
+                self._images.pop(journey.request.id, None)
             if left:
                 ids = (one.id for one in journeys if one.request.id in left)
                 self._to_router(Cancel(requests=tuple(sorted(ids))), CLIENT)
@@ -310,14 +312,9 @@ class LocalServer:
         if send.to == WORKER:
             self._loop.post(message)
         elif isinstance(message, WantImages):
-            for image in map(self._images.__getitem__, message.digests):
-                data = ImageData(
-                    request=message.request,
-                    digest=image.digest,
-                    width=image.width,
-                    height=image.height,
-                    rgb=image.rgb,
-                )
+            journey = self._journeys.get(message.request)
+            held = self._images.get(journey.request.id, ()) if journey else ()
+            for data in pixels_for(message, held):
                 self._loop.post(data)
         elif isinstance(message, BorrowCacheMemory):
             self._to_router(self.pool.borrow_cache_memory(message.bytes), POOL)

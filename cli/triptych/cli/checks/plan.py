@@ -141,8 +141,10 @@ def _settings(path: Path | None, model: str | None) -> AppConfig:
 
 
 class Known(NamedTuple):
-    """What is known of a model. With config.json alone there are no profile and no networks, and
-    its layers do not count as plain."""
+    """Shape, profile and networks of a model.
+
+    With config.json alone there are no profile and no networks, and no plain layers.
+    """
 
     shape: "ModelShape"
     profile: "Profile | None" = None

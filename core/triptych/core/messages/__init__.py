@@ -19,6 +19,7 @@ from triptych.core.messages.image_messages import (
     ImagesEncoded,
     ImagesRead,
     WantImages,
+    pixels_for,
 )
 from triptych.core.messages.request import (
     NO_SLO,
@@ -158,6 +159,7 @@ __all__ = [
     "message",
     "pack",
     "pack_tokens",
+    "pixels_for",
     "requests_in",
     "stages_of",
     "submits",

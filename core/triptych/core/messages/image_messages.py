@@ -1,9 +1,10 @@
 """Messages about images: router, ingress and prefill workers with the encode stage."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from triptych.core.handles import LeaseRef
-from triptych.core.images import ImageSpan
+from triptych.core.images import Image, ImageSpan
 from triptych.core.messages.wire import message
 
 
@@ -43,6 +44,21 @@ class ImageData:
     height: int
     rgb: bytes
     """As in ``core.images.Image``."""
+
+
+def pixels_for(wanted: WantImages, images: Iterable[Image]) -> list[ImageData]:
+    """Those of ``images`` that a worker asked for, each once."""
+    found = {image.digest: image for image in images if image.digest in wanted.digests}
+    return [
+        ImageData(
+            request=wanted.request,
+            digest=image.digest,
+            width=image.width,
+            height=image.height,
+            rgb=image.rgb,
+        )
+        for image in found.values()
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,13 +31,13 @@ from triptych.deployments.http.json_frames import JsonResponse, read_json
 from triptych.deployments.http.keys import Client
 from triptych.deployments.http.limits import LimitsMiddleware, RequestIdMiddleware, request_id
 from triptych.deployments.http.metrics import Gauges
+from triptych.deployments.http.openai.chat_images import image_sources
 from triptych.deployments.http.openai.protocol import (
     DetokenizeBody,
     ProfileBody,
     TokenizeBody,
     validate,
 )
-from triptych.deployments.http.openai.request_builder import image_sources
 from triptych.deployments.http.openai.responses import ResponseBuilder
 from triptych.deployments.http.openapi import document
 from triptych.deployments.http.serving import PROBE_TIMEOUT_S, OpenAIServing, with_header_fields

@@ -161,4 +161,7 @@ class LimitsMiddleware:
         return self._body_too_large() if too_long else None
 
     def _body_too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the body is larger than {self._max_body_bytes} bytes")
+        return BodyTooLarge(
+            f"the body is larger than {self._max_body_bytes} bytes (ingress.max_body_bytes): send "
+            "less, or raise the setting"
+        )

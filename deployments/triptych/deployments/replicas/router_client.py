@@ -14,7 +14,6 @@ from triptych.core.images import Image
 from triptych.core.messages import (
     Drain,
     Failed,
-    ImageData,
     Message,
     Register,
     RegisterAgain,
@@ -24,6 +23,7 @@ from triptych.core.messages import (
     Unknown,
     WantImages,
     failed,
+    pixels_for,
 )
 from triptych.deployments.app_plan import AppPlan, new_name
 from triptych.deployments.http import Health
@@ -163,14 +163,7 @@ class RouterClient:
         """Send pixels to an encode worker; it asks only for images that it has not cached."""
         attempts = self.attempts.get(message.request)
         held = self._images.get(attempts.request.id, ()) if attempts is not None else ()
-        for image in {one.digest: one for one in held if one.digest in message.digests}.values():
-            data = ImageData(
-                request=message.request,
-                digest=image.digest,
-                width=image.width,
-                height=image.height,
-                rgb=image.rgb,
-            )
+        for data in pixels_for(message, held):
             self._channel.post(encoder, data)
 
     def _event(self, message: Event) -> None:

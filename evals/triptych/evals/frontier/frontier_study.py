@@ -102,7 +102,7 @@ class PreparedFrontier:
 
     @property
     def conditions(self) -> dict[str, object]:
-        """What all records of a file have in common; methods may be added later."""
+        """Model, texts and sizes: equal for all records of a file."""
         study = self.study
         kept = ("dtype", "contexts", "documents", "steps", "answer_tokens", "split", "seed")
         return {

@@ -17,19 +17,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from triptych.kernels.prefill import significance_of
-from triptych.kernels.retain import pyramid_budgets
-
-SINK_TOKENS = 4
-"""First tokens that StreamingLLM keeps."""
-WINDOW_TOKENS = 64
-"""Last queries of a prompt: SnapKV scores by them, and keeps their tokens."""
-POOL_TOKENS = 5
-"""Width of the pooling that SnapKV applies to scores, so that neighbours are kept too."""
+from triptych.kernels.retain import (
+    POOL_TOKENS,
+    SINK_TOKENS,
+    WINDOW_TOKENS,
+    largest,
+    newest,
+    pyramid_budgets,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptAttention:
-    """What prefill of N tokens observed; L layers, H heads, KH KV heads."""
+    """Keys of a prompt of N tokens, and the attention that they received.
+
+    L layers, H query heads, KH KV heads.
+    """
 
     keys: tuple[Tensor, ...]
     """Of each layer, after RoPE: [KH, N, d] float32."""
@@ -81,7 +84,7 @@ def h2o(prompt: PromptAttention, budget: int) -> Tensor:
 
     Source: Zhang et al., H2O; sums are not divided by age, which favours old tokens
     """
-    return largest(protect(grouped(prompt.sums, prompt), budget // 2), budget)
+    return largest(newest(grouped(prompt.sums, prompt), budget // 2), budget)
 
 
 def mean_attention(prompt: PromptAttention, budget: int) -> Tensor:
@@ -90,7 +93,7 @@ def mean_attention(prompt: PromptAttention, budget: int) -> Tensor:
     Source: DiffKV's significance as a ranking; kvpress's ObservedAttention with the largest head
             of a group in place of its mean
     """
-    return largest(protect(prompt.significance, min(WINDOW_TOKENS, budget)), budget)
+    return largest(newest(prompt.significance, min(WINDOW_TOKENS, budget)), budget)
 
 
 def snapkv(prompt: PromptAttention, budget: int) -> Tensor:
@@ -119,7 +122,7 @@ def soft_prune(prompt: PromptAttention, budget: int) -> Tensor:
 
     Source: TinyServe's SoftPrune, pruning by a threshold; the paper does not name the quantity
     """
-    scores = protect(prompt.significance, min(WINDOW_TOKENS, budget))
+    scores = newest(prompt.significance, min(WINDOW_TOKENS, budget))
     layers, kv_heads, tokens = scores.shape
     return largest(scores.reshape(-1), budget * layers * kv_heads).view(layers, kv_heads, tokens)
 
@@ -131,21 +134,6 @@ EVICTIONS: dict[str, EvictionPolicy] = {
 
 
 # ------------------------------------------------------------------ shared by the policies
-
-
-def largest(scores: Tensor, count: int) -> Tensor:
-    """Mask of the ``count`` largest of the last axis; ties go to the earlier.
-
-    Shapes:  [..., N] -> bool [..., N]
-    """
-    order = scores.argsort(dim=-1, descending=True, stable=True)[..., : max(0, count)]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, value=True)
-
-
-def protect(scores: Tensor, newest: int) -> Tensor:
-    """Scores with the newest tokens above all others."""
-    newer = torch.arange(scores.shape[-1]) >= scores.shape[-1] - newest
-    return scores.masked_fill(newer, float("inf"))
 
 
 def grouped(scores: Tensor, prompt: PromptAttention) -> Tensor:
@@ -161,4 +149,4 @@ def _snap(prompt: PromptAttention, budget: int) -> Tensor:
             before, POOL_TOKENS, stride=1, padding=POOL_TOKENS // 2, count_include_pad=True
         )
     scores = functional.pad(before, (0, window))
-    return protect(grouped(scores, prompt), window)
+    return newest(grouped(scores, prompt), window)

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from triptych.core.errors import ModelError
 from triptych.evals.data.cases import Case
-from triptych.evals.methods.eviction import WINDOW_TOKENS, PromptAttention
+from triptych.evals.methods.eviction import PromptAttention
 from triptych.evals.methods.page_retrieval import LayerQueries
 from triptych.evals.studies.runner import BATCH_CASES
+from triptych.kernels.retain import WINDOW_TOKENS
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.facts import ModelFacts, describe
 from triptych.workers.models.hf_model import HFModel

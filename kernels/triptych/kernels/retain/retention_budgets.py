@@ -20,7 +20,10 @@ Budget = Callable[[Tensor, ObservedPrompt], Tensor]
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """Mask of the ``count`` largest of the last axis; ties go to the earlier."""
+    """Mask of the ``count`` largest of the last axis; ties go to the earlier.
+
+    Shapes:  [..., N] -> bool [..., N]
+    """
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., : max(0, count)]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, value=True)
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from triptych.core.methods.retention.kept_share import WINDOW_QUERIES
 from triptych.kernels.retain.observed_prompt import ObservedPrompt
 
 SINK_TOKENS = 4
 """First tokens that StreamingLLM keeps."""
-WINDOW_TOKENS = 64
-"""Last tokens that SnapKV keeps; their queries are the ones that count."""
+WINDOW_TOKENS = WINDOW_QUERIES
+"""Last tokens that SnapKV keeps: those whose queries count."""
 POOL_TOKENS = 5
 """Width of SnapKV's mean over neighbouring tokens, so that neighbours are kept together."""
 

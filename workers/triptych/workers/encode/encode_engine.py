@@ -76,7 +76,7 @@ class _Work:
 
 @dataclass
 class EncodeEngine:
-    """Encodes images in batches of up to ``max_batch_pixels`` pixels, whatever requests need them.
+    """The engine of the encode stage: batches of images, up to ``max_batch_pixels`` pixels.
 
     The ingress sends pixels when they are asked for, so images whose features are cached are not
     sent at all. An image that several requests need, or that a request has twice, is encoded once.

@@ -24,19 +24,14 @@ class FeatureCache:
 
     pool: WorkerPool
     capacity_pages: int
-    hits: int = 0
-    misses: int = 0
     _pages: OrderedDict[ImageKey, Ids] = field(default_factory=OrderedDict[ImageKey, Ids])
     _used: int = 0
 
     def find(self, key: ImageKey) -> Ids | None:
         """Pages with the features of an image; None if they are not cached."""
         pages = self._pages.get(key)
-        if pages is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        self._pages.move_to_end(key)
+        if pages is not None:
+            self._pages.move_to_end(key)
         return pages
 
     def put(self, key: ImageKey, features: Tensor) -> None:

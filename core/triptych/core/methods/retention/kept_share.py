@@ -1,4 +1,4 @@
-"""What the retention rules have in common: their policy and their parts."""
+"""Policy and parts of methods that keep a share of a prompt's tokens."""
 
 from dataclasses import replace
 

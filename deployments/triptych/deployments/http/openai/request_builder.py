@@ -21,6 +21,11 @@ from triptych.core.profile import Fidelity
 from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.interfaces import Engine, ModelCard
 from triptych.deployments.http.keys import NO_CLIENT, Client
+from triptych.deployments.http.openai.chat_images import (
+    check_fields,
+    image_sources,
+    with_images,
+)
 from triptych.deployments.http.openai.chat_template import ALWAYS_TAKEN, ChatTemplate
 from triptych.deployments.http.openai.guided_decoding import OutputConstraint, constraint_of
 from triptych.deployments.http.openai.protocol import (
@@ -42,7 +47,7 @@ from triptych.deployments.http.openai.tool_parser import (
 )
 from triptych.deployments.http.openai.tool_parser import grammar_of as grammar_of_calls
 from triptych.deployments.http.tokenizer import TextCodec
-from triptych.deployments.images import ImageSource, process_decoder
+from triptych.deployments.images import process_decoder
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for ``/v1/completions``."""
@@ -175,13 +180,7 @@ class RequestBuilder:
             return ()
         if self._model.images is None:
             raise Unsupported(f"images: {self._model.images_reason}", sources[0].param)
-        others = {
-            "truncate_prompt_tokens": body.truncate_prompt_tokens is not None,
-            "prompt_logprobs": body.prompt_logprobs is not None,
-        }
-        for name, is_set in others.items():
-            if is_set:
-                raise Unsupported(f"{name}: not with images; leave it out", name)
+        check_fields(body)
         return await self.images.decode(sources)
 
     def _with_images(
@@ -197,16 +196,7 @@ class RequestBuilder:
         if room < max(1, wanted or 1):
             param = "messages" if room < 1 else name
             raise PromptTooLong(_too_long(most, job.prompt_tokens, wanted, "messages"), param)
-        requests = tuple(
-            replace(
-                request,
-                images=spans,
-                sampling=replace(
-                    request.sampling, max_tokens=min(room, request.sampling.max_tokens)
-                ),
-            )
-            for request in job.requests
-        )
+        requests = tuple(with_images(request, spans, room) for request in job.requests)
         return replace(job, requests=requests, images=images)
 
     async def completion(self, body: CompletionBody, client: Client = NO_CLIENT) -> Job:
@@ -576,15 +566,6 @@ def _with_parts(turn: dict[str, object]) -> dict[str, object]:
     if isinstance(turn["content"], list):
         return turn
     return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-
-
-def image_sources(messages: Sequence[Message]) -> list[ImageSource]:
-    """The images of all messages, in order."""
-    return [
-        ImageSource(url, f"messages.{index}.content.{part}")
-        for index, message in enumerate(messages)
-        for part, url in message.images
-    ]
 
 
 def strictest(*floors: Floor) -> Floor:

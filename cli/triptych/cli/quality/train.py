@@ -76,7 +76,7 @@ def scorer(
             help="Poisson deviance, which weights tokens by their attention, or the squared error "
             "of the logarithm, which counts all alike."
         ),
-    ] = "deviance",
+    ] = "logarithm",
     hidden: Hidden = 64,
     seed: Seed = 0,
     json_file: JsonFile = None,

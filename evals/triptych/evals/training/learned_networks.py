@@ -58,7 +58,7 @@ class ScorerPlan:
     fit: FitPlan = field(default_factory=lambda: FitPlan(steps=600, evaluate_every=50))
     target: Target = "later"
     """Attention that is predicted: from tokens behind a prompt, or from the prompt's own."""
-    error: Loss = "deviance"
+    error: Loss = "logarithm"
     hidden: int = 64
     """Units of each network's hidden layer."""
     seed: int = 0

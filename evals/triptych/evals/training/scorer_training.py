@@ -25,6 +25,8 @@ Target = Literal["later", "prompt"]
 Loss = Literal["deviance", "logarithm"]
 """``deviance``: Poisson's of attention, smallest for the mean attention of tokens with the same
 features; ``logarithm``: the squared error of its logarithm, smallest for the mean logarithm."""
+FIRST_TOKEN: dict[Loss, int] = {"deviance": SINK_TOKENS, "logarithm": 0}
+"""First token of a document that a loss counts."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class ScorerObjective:
 
     What a class of lower precision costs grows with the attention on its tokens. So the deviance
     weights an error of the logarithm by the attention itself, and the squared error counts all
-    tokens alike. The first tokens, which no method classifies, are left out.
+    tokens alike. The deviance leaves out the first tokens: they have most of the attention, and no
+    method classifies them.
 
     Attention sums measure what a prompt's own tokens attend to, and stand for what the tokens
     behind it will attend to. Training can have the latter as its target: attention from the second
@@ -46,7 +49,7 @@ class ScorerObjective:
     network: TokenScorer
     captures: Captures
     target: Target = "later"
-    error: Loss = "deviance"
+    error: Loss = "logarithm"
     seed: int = 0
 
     def loss(self, step: int) -> Tensor:
@@ -58,12 +61,13 @@ class ScorerObjective:
         weights = torch.tensor([2.0**index for index in range(len(lengths))])
         length = lengths[int(torch.multinomial(weights, 1, generator=draw))]
         tokens = torch.randperm(length, generator=draw)[:SAMPLED_TOKENS].sort().values
-        return self._error(capture, length, tokens[tokens >= SINK_TOKENS]).mean((1, 2))
+        tokens = tokens[tokens >= FIRST_TOKEN[self.error]]
+        return self._error(capture, length, tokens).mean((1, 2))
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
         errors = [
-            self._error(capture, length, torch.arange(SINK_TOKENS, length)).mean()
+            self._error(capture, length, torch.arange(FIRST_TOKEN[self.error], length)).mean()
             for capture in map(read_capture, self.captures.held_out)
             for length in lengths_of(capture, self.target)
         ]
@@ -112,7 +116,7 @@ def standardize_scorer(
         content = scorer.content(keys, values, torch.arange(length)).double()
         count, total = count + length, total + content.sum(1)
         squares = squares + content.square().sum(1)
-        wanted = target_of(capture, length, target)[:, :, SINK_TOKENS:]
+        wanted = target_of(capture, length, target)[:, :, FIRST_TOKEN[error] :]
         part = relative_significance(wanted, length) if error == "logarithm" else wanted * length
         means = means + part.mean(2) / len(files)
     mean = total / count

@@ -1,7 +1,7 @@
 """Prompts that are read some layers at a time, and encoded meanwhile."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,13 +54,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(
-    at_once: int, *, chunk: int = CHUNK, capacity: int = 32 << 20, **compressor: object
+    at_once: int,
+    *,
+    chunk: int = CHUNK,
+    capacity: int = 32 << 20,
+    method: Mapping[str, object] | None = None,
 ) -> AppConfig:
     return AppConfig.from_mapping(
         {
             "model": {"name": "tiny", "dtype": "float32"},
             "pool": {"kv_cache_memory_bytes": capacity, "extent_pages": 16, "prefix_bytes": 0},
-            "compressor": {"profile": "none", **DIFFKV, "alpha_low": 0.008, **compressor},
+            "compressor": {"profile": "none", **DIFFKV, "alpha_low": 0.008, **(method or {})},
             "prefill": {"max_num_batched_tokens": chunk},
             "experimental": {"layers_at_once": at_once},
         }
@@ -89,10 +93,10 @@ def test_parts_give_the_answers_that_a_whole_prompt_gives_bit_for_bit(
     model: Path, at_once: int, policy: str
 ) -> None:
     method = {"policy": policy, "learned": networks_beside(model)}
-    with LocalServer(config(0, chunk=512, **method), model) as server:
+    with LocalServer(config(0, chunk=512, method=method), model) as server:
         whole = answers(server)
     heard = list[Message]()
-    with LocalServer(config(at_once, **method), model, watch=heard.append) as server:
+    with LocalServer(config(at_once, method=method), model, watch=heard.append) as server:
         in_parts = answers(server)
         assert server.pool.stat().request_pages == 0
         assert server.pool.allocated_pages == 0
@@ -123,10 +127,10 @@ def test_parts_are_scored_by_the_networks_of_their_layers(
         firsts.append(first_layer)
         write(predictor, raw, tokens, 0)
 
-    with LocalServer(config(2, **method), model) as server:
+    with LocalServer(config(2, method=method), model) as server:
         (right,) = answers(server, (300,))
     monkeypatch.setattr(AttentionPredictor, "write", by_the_first)
-    with LocalServer(config(2, **method), model) as server:
+    with LocalServer(config(2, method=method), model) as server:
         (wrong,) = answers(server, (300,))
     assert sorted(firsts) == list(range(LAYERS))  # 300 tokens are a step with one layer at a time
     assert right.error is wrong.error is None

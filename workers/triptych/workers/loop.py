@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from triptych.core.errors import PoolError, TriptychError
@@ -19,6 +20,7 @@ from triptych.core.messages import (
     Send,
     Stage,
 )
+from triptych.kernels.codegen.compile_time import compile_seconds
 from triptych.workers.core_scheduler import Cores
 from triptych.workers.sampling.grammar import GrammarMatcherFactory
 from triptych.workers.sampling.preparation import GrammarPreparation
@@ -39,6 +41,18 @@ MEASURED_STEPS = 512
 
 CANCEL_ALL = Cancel(requests=())
 """Stands for every request that the worker holds."""
+
+
+@dataclass(frozen=True)
+class StepStart:
+    """When a step began."""
+
+    at: float = field(default_factory=time.monotonic)
+    _compile_s: float = field(default_factory=compile_seconds)
+
+    def age_s(self) -> float:
+        """Seconds since then in which no kernel was compiled."""
+        return max(0.0, time.monotonic() - self.at - (compile_seconds() - self._compile_s))
 
 
 class StageLoop:
@@ -67,7 +81,7 @@ class StageLoop:
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._busy_s = 0.0
         self._steps_s = deque[float](maxlen=MEASURED_STEPS)
-        self._step_since: float | None = None
+        self._step_since: StepStart | None = None
         self._running = 0
         self._waits_since = dict[Stage, float]()
         """When each waiting stage began to wait for its turn."""
@@ -113,9 +127,10 @@ class StageLoop:
 
     @property
     def step_age_s(self) -> float:
-        """Seconds since the current step began; 0 between steps."""
+        """Seconds since the current step began, without those of compiling kernels; 0 between
+        steps."""
         since = self._step_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else since.age_s()
 
     def report(
         self,
@@ -255,13 +270,12 @@ class StageLoop:
 
     @contextmanager
     def _clocked(self) -> Generator[None]:
-        started = self._step_since = time.monotonic()
+        started = self._step_since = StepStart()
         try:
             yield
         finally:
-            took_s = time.monotonic() - started
-            self._busy_s += took_s
-            self._steps_s.append(took_s)
+            self._busy_s += time.monotonic() - started.at
+            self._steps_s.append(started.age_s())
             self._step_since = None
 
     def _send(self, sends: Iterable[Send] | None) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 
 from triptych.core.errors import PoolError, TriptychError
@@ -82,7 +83,7 @@ class StageLoop:
         self._busy_s = 0.0
         self._steps_s = deque[float](maxlen=MEASURED_STEPS)
         self._step_since: StepStart | None = None
-        self._running = 0
+        self._held = tuple[str, ...]()
         self._waits_since = dict[Stage, float]()
         """When each waiting stage began to wait for its turn."""
         self._wrapper: StepWrapper = _run_unwrapped
@@ -140,7 +141,7 @@ class StageLoop:
     ) -> Report:
         return Report(
             name=self.name,
-            running=self._running,
+            running=len(self._held),
             waiting=self._inbox.qsize(),
             pages_held=pages_held,
             busy_s=self._busy_s,
@@ -149,6 +150,10 @@ class StageLoop:
             bytes_copied=bytes_copied,
             prefixes_skipped=dict(prefixes_skipped),
         )
+
+    def held(self) -> tuple[str, ...]:
+        """Requests that are here, as of the last step; any thread."""
+        return self._held
 
     # ---------------------------------------------------------------- the thread
 
@@ -167,7 +172,7 @@ class StageLoop:
         while self._wait():
             for engine in self._engines:
                 self._take_turn(engine)
-            self._running = sum(len(engine.requests()) for engine in self._engines)
+            self._held = tuple(chain.from_iterable(one.requests() for one in self._engines))
         for engine in self._engines:
             engine.cancel(engine.requests())
 

@@ -9,7 +9,7 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from inspect import getdoc, isclass, isfunction
@@ -19,6 +19,15 @@ from typing import Any, NamedTuple, get_type_hints
 
 from typer.main import get_command
 
+from tests.arch.result_tables import (
+    RESULTS,
+    compress_times,
+    frontier,
+    pipelines,
+    reclaim,
+    simulated_reclaim,
+    table,
+)
 from triptych.cli.checks import diagnosis
 from triptych.cli.config import Setting, all_settings
 from triptych.cli.main import app
@@ -33,7 +42,6 @@ from triptych.router.plugins import BATCH_POLICIES, PLACEMENT_POLICIES
 from triptych.workers.plugins import STEP_PLUGINS
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     "docs/benchmarks.md",
     "docs/cli.md",
@@ -48,14 +56,6 @@ DOCUMENTS = (
 PARTS = ("core", "kernels", "kvpool", "router", "workers", "simulator", "evals")
 MARKED = re.compile(r"(<!-- generated: (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 SOURCE = re.compile(r"Source:\s+(.+?)(?=\n\s*\n|\n\s*[A-Z]\w+:\s|\Z)", re.DOTALL)
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
-    names = list(head)
-    lines = [names, ["---"] * len(names), *rows]
-    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def first_sentence(text: str) -> str:
@@ -371,42 +371,6 @@ def _measured(name: str) -> Measured:
     )
 
 
-def frontier(name: str) -> str:
-    """The frontier: each method's paper, bytes and fidelity, and its time to compress if measured.
-
-    ``name``: a result file of ``triptych eval frontier``.
-    """
-    content = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    answers = {row["method"]: row for row in content["answers"]}
-    times = {row["method"]: row for row in content["times"]}
-    by_bytes = sorted(content["rows"], key=lambda row: (row["context"], row["bytes_all_in_ratio"]))
-    rows = [_frontier_row(row, answers, times) for row in by_bytes]
-    head = ("method", "paper", "served", "context", "bytes", "KL", "95 %", "top-1", "perplexity")
-    more = ("pass keys", "BLEU, ROUGE-1, ROUGE-L", "us per token to compress, batch 1, 4, 16")
-    return table((*head, *more), rows)
-
-
-def _frontier_row(row: dict[str, Any], answers: Any, times: Any) -> tuple[str, ...]:
-    answer, time = answers.get(row["method"]), times.get(row["method"])
-    interval = row["kl_ci95"]
-    overlap = [] if answer is None else [answer["bleu"], answer["rouge_1"], answer["rouge_l"]]
-    spent = [] if time is None else time["us_per_token"].values()
-    return (
-        f"`{row['method']}`",
-        row["paper"] or "-",
-        "yes" if row["served"] else "no",
-        f"{row['context']:,}",
-        f"{row['bytes_all_in_ratio']:.3f}",
-        f"{row['kl']:.4f}",
-        "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}",
-        f"{row['top1_agreement']:.3f}",
-        f"{row['perplexity_ratio']:.4f}",
-        f"{row['passkeys'] * row['documents']:.0f} of {row['documents']}",
-        ", ".join(f"{value:.3g}" for value in overlap) or "-",
-        ", ".join(f"{value:.1f}" for value in spent) or "-",
-    )
-
-
 # ---------------------------------------------------------------- putting them in
 
 PIECES: dict[str, Callable[..., str]] = {
@@ -418,6 +382,10 @@ PIECES: dict[str, Callable[..., str]] = {
     "papers": papers,
     "results": results,
     "frontier": frontier,
+    "compress_times": compress_times,
+    "pipelines": pipelines,
+    "reclaim": reclaim,
+    "simulated_reclaim": simulated_reclaim,
     "errors": error_tree,
     "remedies": remedies,
 }

@@ -65,6 +65,9 @@ class PagePlan:
     """Most prompt tokens of a prefill step, in all layers."""
     layers_at_once: int = 0
     """Layers of a longer prompt that are prefilled and handed over at a time; 0: all."""
+    keeps_raw: bool = False
+    """Whether the raw pages of a prompt stay until its request ends, instead of being freed once it
+    is compressed: an ablation of zombie reclaim. Only simulated workers do so."""
     key_order: KeyOrder = "channel"
     """Order of quantized keys in a page: by channel for decode on a CPU, by token on a GPU."""
     others: tuple[Policy, ...] = ()
@@ -274,7 +277,7 @@ class PagePlan:
         tokens are merged. No step computes more than ``chunk_tokens`` tokens in all layers.
         """
         every = self.geometry.layers
-        is_whole = not (self.layers_at_once and self.compresses) or self.merges
+        is_whole = not (self.layers_at_once and self.compresses) or self.merges or self.keeps_raw
         if is_whole or prompt_tokens <= self.chunk_tokens:
             return every
         of_a_step = self.chunk_tokens * every // prompt_tokens
@@ -283,7 +286,7 @@ class PagePlan:
     @property
     def layer_group_bounds(self) -> tuple[int, ...]:
         """Prompt lengths between which ``layers_of`` is constant: it may change after each."""
-        if not (self.layers_at_once and self.compresses) or self.merges:
+        if not (self.layers_at_once and self.compresses) or self.merges or self.keeps_raw:
             return ()
         every = self.geometry.layers
         steps = {self.chunk_tokens * every // layers for layers in range(1, every + 1)}

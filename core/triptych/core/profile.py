@@ -2,6 +2,7 @@
 
 import json
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -10,6 +11,7 @@ from triptych.core.config import ActorConfig, AppConfig, CompressorConfig, check
 from triptych.core.errors import ConfigError
 from triptych.core.head_budgets import HeadBudgets, check_head_budgets
 from triptych.core.layout import Geometry
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.plugins import POLICY_NAMES
 from triptych.core.schema import SchemaError, build
 
@@ -67,6 +69,8 @@ class Profile:
         default_factory=dict[str, tuple[Fidelity, ...]]
     )
     """The same for other methods, with these settings."""
+    measured_networks: dict[str, str] = field(default_factory=dict[str, str])
+    """Of methods that use a learned network: the hash of its tensors (``LearnedFile.tensors``)."""
     texts: str = ""
     """Hash of the texts it was calibrated on."""
     version: int = VERSION
@@ -111,8 +115,14 @@ class Profile:
         """The model and the texts of the measurements."""
         return f"{self.model}, texts {self.texts[:12]}" if self.texts else self.model
 
-    def fidelity_of(self, config: AppConfig) -> dict[str, tuple[Fidelity, ...]]:
-        """The measurements of each method, if the settings are those that were measured."""
+    def fidelity_of(
+        self, config: AppConfig, learned: Sequence[LearnedFile] = ()
+    ) -> dict[str, tuple[Fidelity, ...]]:
+        """The measurements of each method, if the settings are those that were measured.
+
+        ``learned``: the networks that the server uses. A method with another one than it was
+        measured with has no measurements.
+        """
         given = replace(
             config.compressor, actor=ActorConfig(), profile="auto", methods=(), learned=("auto",)
         )
@@ -120,7 +130,13 @@ class Profile:
         plain = config.decode.selection.method == "none" and not steps
         if not plain or given != CompressorConfig():
             return {}
-        return {self.settings.policy: self.measured, **self.measured_methods}
+        used = {file.tensors for file in learned}
+        others = {
+            name: found
+            for name, found in self.measured_methods.items()
+            if name not in self.measured_networks or self.measured_networks[name] in used
+        }
+        return {self.settings.policy: self.measured, **others}
 
     def check_model(
         self, weights: str, geometry: Geometry, path: Path, model_config: str = ""

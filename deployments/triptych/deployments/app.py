@@ -80,18 +80,13 @@ def make_plan(config: AppConfig) -> AppPlan:
     facts, vision = describe(path), describe_vision(path)
     open_tokenizer(path)  # writes the cached tokenizer that the ingress loads
     profile, one = find_profile(config, facts), shard_of(config, 0)
-    pages = PagePlan.of(
-        one,
-        facts.geometry,
-        profile,
-        is_plain=facts.is_plain,
-        learned=find_networks(config, facts),
-    )
+    learned = find_networks(config, facts)
+    pages = PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain, learned=learned)
     plan = AppPlan(
         config=one,
         model_path=path,
         pages=pages,
-        fidelity=profile.fidelity_of(config) if profile else {},
+        fidelity=profile.fidelity_of(config, learned) if profile else {},
         measured_on=profile.measured_on if profile else "",
         offers=offers_of(config.decode, pages.policy, can_exit=facts.is_plain),
         context_tokens=config.context_tokens(facts.context_tokens),

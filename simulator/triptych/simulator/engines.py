@@ -263,7 +263,7 @@ class CompressSimulation:
             for item in message.items:
                 tokens = item.handle.tokens
                 self._planned[item.request] = tokens
-                pages = self._cluster.stored_pages(tokens)
+                pages = self._cluster.stored_pages(tokens) + self._cluster.kept_pages(tokens)
                 planned.append(Send(ROUTER, Planned(request=item.request, pages=pages)))
                 if self._cache is not None and item.prefix is not None:
                     self._cache.publish(item.prefix.tokens, item.prefix.cache_salt)
@@ -453,7 +453,8 @@ class DecodeSimulation:
 
     def _pages(self, one: Decoding, tokens: int) -> int:
         """Pages that a request holds at a length."""
-        return self._cluster.stored_pages(tokens, one.lowered)
+        kept = self._cluster.kept_pages(one.request.known_tokens)
+        return self._cluster.stored_pages(tokens, one.lowered) + kept
 
     def _ask(self, one: Decoding, *, is_paused: bool) -> Send:
         tokens = one.at(self._steps)

@@ -167,6 +167,13 @@ class Cluster:
             coded = plan.high.pages(high) + plan.low.pages(encoded - high)
         return recent + coded * rows
 
+    def kept_pages(self, prompt_tokens: int) -> int:
+        """Raw pages of all head rows that stay beside the compressed ones until a request ends."""
+        plan = self.plan
+        if not (plan.keeps_raw and plan.compresses):
+            return 0
+        return plan.raw.pages(prompt_tokens) * plan.geometry.head_rows
+
     def most_lowered(self, tokens: int) -> int:
         """High tokens of each head row, of ``tokens`` in all, that fill whole pages."""
         plan = self.plan

@@ -65,6 +65,19 @@ def test_roles_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
     assert switch["counters"]["role_changes"] > 0
 
 
+def test_zombie_reclaim_on_and_off_are_compared_in_one_run(run: Run, tmp_path: Path) -> None:
+    path, options = tmp_path / "z.json", ("--zombie-reclaim", "on,off", "--requests", "60")
+    code, _, _ = run("simulate", *options, "--load-factor", "0.5", "--json", str(path))
+    assert code == 0
+    on, off = json.loads(path.read_text())["rows"]
+    assert [row["label"] for row in (on, off)] == [
+        "greedy_by_memory",
+        "greedy_by_memory+no_reclaim",
+    ]
+    assert on["completed"] == off["completed"] == 60
+    assert off["mean_held_kv_bytes"] > 1.5 * on["mean_held_kv_bytes"] > 0
+
+
 def test_requests_without_max_tokens_book_more_as_they_grow(run: Run, tmp_path: Path) -> None:
     path, options = tmp_path / "s.json", ("--workload", "chat", "--requests", "20")
     code, _, _ = run("simulate", *options, "--max-model-len", "4096", "--json", str(path))
@@ -91,6 +104,7 @@ def test_requests_without_max_tokens_book_more_as_they_grow(run: Run, tmp_path: 
         (["--roles", "dynamic"], "--roles='dynamic': expected --colocated workers"),
         (["--colocated", "2", "--roles", "turns"], "both, dynamic or both,dynamic"),
         (["--colocated", "2", "--decode", "3"], "no other counts"),
+        (["--zombie-reclaim", "of"], "--zombie-reclaim='of': expected on, off or on,off"),
         (["--shard-overload", "1"], "router.shard_overload=1.0: expected > 1"),
     ],
 )

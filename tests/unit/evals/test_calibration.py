@@ -5,13 +5,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.learned import networks_beside
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, ModelError
-from triptych.core.methods.table import policy_of
+from triptych.core.methods.table import offered_methods, policy_of
 from triptych.core.profile import Profile
-from triptych.evals.studies.calibration import Calibration, CalibrationResult, Target, calibrate
+from triptych.evals.studies.calibration import (
+    Calibration,
+    CalibrationResult,
+    Target,
+    calibrate,
+    with_other_methods,
+)
 from triptych.evals.studies.study import Results, Study, measure, prepare, report
+from triptych.workers.compress.learned.artefact import read_record
+from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.local import LocalServer
+from triptych.workers.models.facts import describe
 
 
 def run(study: Study) -> Results:
@@ -60,6 +70,40 @@ def test_other_methods_are_measured_as_the_server_runs_them(found: CalibrationRe
     assert 0 <= exact.kl < coarse.kl
     assert coarse.bytes_ratio < 0.7 < exact.bytes_ratio
     assert found.profile.fidelity_of(AppConfig()) == {"diffkv": found.profile.measured, **measured}
+
+
+def test_an_estimate_of_a_network_holds_for_that_network_alone(
+    tiny_model: Path, plan: Calibration, found: CalibrationResult
+) -> None:
+    """Methods are added to a profile; those that were measured before stay."""
+    merger, paper, scorer = sorted(networks_beside(tiny_model))
+    asked = replace(plan, other_methods=("learned:score", "snapkv"), learned=(scorer,))
+    profile = with_other_methods(found.profile, asked, run)
+    assert list(profile.measured_methods) == [
+        "uniform:fp16",
+        "uniform:k4v2",
+        "learned:score",
+        "snapkv",
+    ]
+    assert all(one.kl > 0 for (one,) in list(profile.measured_methods.values())[2:])
+    assert profile.measured_networks == {"learned:score": read_record(Path(scorer)).tensors}
+    facts = describe(tiny_model)
+    for file, expected in ((scorer, True), (merger, False), (paper, False)):
+        config = AppConfig.from_mapping({"compressor": {"learned": [file]}})
+        fidelity = profile.fidelity_of(config, find_networks(config, facts))
+        assert ("learned:score" in fidelity) == expected
+        assert "snapkv" in fidelity
+
+
+def test_all_methods_are_those_that_a_server_can_offer(tiny_model: Path) -> None:
+    facts = describe(tiny_model)
+    without = offered_methods()
+    assert "uniform:k4v4" in without
+    assert {"leankv", "tova"} < set(without)
+    assert not any(name.startswith("learned:") for name in without)
+    config = AppConfig.from_mapping({"compressor": {"learned": networks_beside(tiny_model)}})
+    every = offered_methods(find_networks(config, facts))
+    assert set(every) - set(without) == {"learned:merge", "learned:paper", "learned:score"}
 
 
 def test_an_unreachable_target_names_the_nearest_miss(plan: Calibration) -> None:

@@ -107,17 +107,35 @@ def test_on_shared_cores_one_worker_computes_at_a_time() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 999), rate=st.sampled_from([0.5, 4.0, 50.0]), nodes=st.booleans())
+@given(
+    seed=st.integers(0, 999),
+    rate=st.sampled_from([0.5, 4.0, 50.0]),
+    nodes=st.booleans(),
+    keeps_raw=st.booleans(),
+)
 def test_books_hold_and_nobody_is_left_waiting_for_nothing(
-    policy: str, seed: int, rate: float, nodes: bool
+    policy: str, seed: int, rate: float, nodes: bool, keeps_raw: bool
 ) -> None:
     cluster = Cluster(
         prefill=2, compress=1, decode=2, workers_per_node=2 if nodes else 0,
         shared_cores=False, capacity_bytes=40 << 20, max_batch_requests=4,
     )  # fmt: skip
+    cluster = replace(cluster, plan=replace(cluster.plan, keeps_raw=keeps_raw))
     trial = Watched(with_policy(policy, cluster)).run(poisson(30, rate, seed))
     assert [one.error for one in trial.outcomes] == [""] * 30
     assert trial.counters["finished"] == 30
+
+
+def test_raw_pages_that_stay_until_the_end_are_held_beside_the_compressed_ones() -> None:
+    """A request alone, long enough that nearly every sample of memory is one of its decode."""
+    cluster, held = Cluster(), dict[bool, float]()
+    for keeps_raw in (False, True):
+        plan = replace(cluster.plan, keeps_raw=keeps_raw)
+        trial = Simulation(replace(cluster, plan=plan), COSTS).run([(Job("r", 1024, 2000),)])
+        assert [one.error for one in trial.outcomes] == [""]
+        held[keeps_raw] = trial.mean_held_bytes
+    raw = cluster.plan.raw_bytes(1024)
+    assert 0.85 * raw < held[True] - held[False] <= raw
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -77,20 +77,32 @@ def test_twenty_requests_of_five_methods_answer_as_each_does_alone(tiny_model: P
     assert sum(sizes["uniform:fp16"]) > sum(sizes["uniform:k8v4"]) > sum(sizes["uniform:k4v2"])
 
 
-LEARNED = ("", "learned:merge", "learned:paper", "learned:score")
+CACHED = ("", "learned:score", "leankv", "uniform:k4v2")
+"""Methods of the next test whose prompts read and fill the prefix cache."""
 
 
-def test_sixteen_requests_of_which_twelve_use_networks_answer_as_each_does_alone(
-    tiny_model: Path,
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ("", "learned:merge", "learned:paper", "learned:score"),
+        ("snapkv", "learned:merge", "adakv", "leankv"),
+        ("h2o", "tova", "learned:score", "pyramidkv"),
+        ("streaming_llm", "learned:paper", "knorm", "uniform:k4v2"),
+    ],
+    ids=lambda methods: methods[-1],
+)
+def test_sixteen_requests_of_four_methods_answer_as_each_does_alone(
+    tiny_model: Path, methods: tuple[str, ...]
 ) -> None:
-    """With a prefix cache, which merged prompts neither read nor enter."""
+    """With a prefix cache, which merged and pruned prompts neither read nor enter."""
     pool = {"kv_cache_memory_bytes": 64 * MB, "extent_pages": 64, "prefix_bytes": 16 * MB}
-    compressor = {**DIFFKV, "methods": LEARNED[1:], "learned": networks_beside(tiny_model)}
+    offered = [name for name in methods if name]
+    compressor = {**DIFFKV, "methods": offered, "learned": networks_beside(tiny_model)}
     with LocalServer(config(pool=pool, compressor=compressor), tiny_model) as server:
         asked = [
             replace(
                 server.request(prompt(60 + 31 * (n // 4)), greedy(40)),
-                method=LEARNED[n % 4],
+                method=methods[n % 4],
                 session=f"s{n}",
             )
             for n in range(16)
@@ -98,13 +110,16 @@ def test_sixteen_requests_of_which_twelve_use_networks_answer_as_each_does_alone
         together = server.complete(asked)
         alone = [server.complete([again(server, one)])[0] for one in asked]
     assert tokens_of(together) == tokens_of(alone)
-    sizes = dict.fromkeys(LEARNED, 0)
+    sizes = dict.fromkeys(methods, 0)
     for one, first, second in zip(asked, together, alone, strict=True):
         assert first.report is not None
+        assert first.report.policy == (one.method or "diffkv")
         sizes[one.method] += first.report.stored_bytes + first.report.shared_bytes
         is_cached = second.cached_tokens > 0
-        assert is_cached == (one.method in ("", "learned:score") and len(one.prompt) > 64)
-    assert sizes["learned:merge"] == sizes["learned:paper"] < sizes[""]
+        has_block = len(one.prompt) > server.plan.of_method(one.method).block_tokens
+        assert is_cached == (one.method in CACHED and has_block)
+    if "" in methods:
+        assert sizes["learned:merge"] == sizes["learned:paper"] < sizes[""]
 
 
 @pytest.mark.parametrize("method", EVERY)

@@ -115,10 +115,12 @@ class LocalServer:
         draw: Draw = sample,
         watch: Callable[[Message], None] = ignore,
         device: Device | None = None,
+        make_pool: type[LocalPool] = LocalPool,
     ) -> None:
         """``watch`` is called with each message to the router, on the thread that sends it.
 
         ``device``: the device of all stages; None: that of decode in the settings.
+        ``make_pool``: another class of pool, for ablations.
         """
         path = model_path or resolve(config.model.name)
         facts, vision = describe(path), describe_vision(path)
@@ -140,7 +142,7 @@ class LocalServer:
         prefixes = PrefixSettings.of(config.pool, self.plan)
         disk = DiskSettings.of(config.pool)
         folder = config.pool.arena_directory
-        self.pool = LocalPool(pages, self.plan.page_bytes, WORKER, prefixes, disk, folder)
+        self.pool = make_pool(pages, self.plan.page_bytes, WORKER, prefixes, disk, folder)
         self._directory = TemporaryDirectory(prefix="triptych-")
         cores = SharedCores(Path(self._directory.name))
         model_context = load_model(config, self.plan, path, stages, device)

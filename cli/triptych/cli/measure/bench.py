@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from triptych.cli.measure.bench_kernels import bench_attention, bench_selection
+from triptych.cli.measure.bench_methods import bench_methods
 from triptych.cli.measure.bench_results import bench_compare, bench_plot
 from triptych.cli.measure.load_options import LoadOptions, levels_of_options, shallow
 from triptych.cli.output import console, make_table, notes, progress_bars, write_json
@@ -32,6 +33,7 @@ app = typer.Typer(help="Benchmark a server or the attention kernels.", no_args_i
 
 app.command("attention")(bench_attention)
 app.command("compare")(bench_compare)
+app.command("methods")(bench_methods)
 app.command("plot")(bench_plot)
 app.command("selection")(bench_selection)
 

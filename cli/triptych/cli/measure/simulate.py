@@ -50,6 +50,7 @@ COLUMNS = {
     "out tok/s": "output_throughput",
     "req/s": "request_throughput",
     "good/s": "request_goodput",
+    "held bytes": "mean_held_kv_bytes",
     "good/s/GB KV": "goodput_per_gb_kv",
     "failed": "failed",
 }
@@ -68,6 +69,7 @@ class Case:
     seed: int
     shards: int = 1
     roles: str = "both"
+    zombie_reclaim: str = "on"
 
     def __str__(self) -> str:
         pace = f"c={self.concurrency}" if self.concurrency else f"{self.rate_per_s:.3g}/s"
@@ -80,7 +82,8 @@ class Case:
         is_default = self.placement == RouterConfig().placement
         placed = self.policy if is_default else f"{self.policy}+{self.placement}"
         divided = placed if self.shards == 1 else f"{placed}+{self.shards}shards"
-        return divided if self.roles == "both" else f"{divided}+{self.roles}"
+        named = divided if self.roles == "both" else f"{divided}+{self.roles}"
+        return named if self.zombie_reclaim == "on" else f"{named}+no_reclaim"
 
 
 @app.callback()
@@ -142,6 +145,13 @@ def simulate(
     prefill_batch_tokens: Annotated[
         int, typer.Option(min=1, help="router.prefill_batch_tokens.")
     ] = RouterConfig().prefill_batch_tokens,
+    zombie_reclaim: Annotated[
+        str,
+        typer.Option(
+            help="Free the raw pages of a prompt once it is compressed (on), or when its request "
+            "ends (off); on,off to compare."
+        ),
+    ] = "on",
     prefix_mib: Annotated[
         int, typer.Option(min=0, help="Prefix cache per node, MiB; 0: none.")
     ] = 0,
@@ -238,6 +248,8 @@ def simulate(
     for one in names(roles):
         require(one in ("both", "dynamic"), "--roles", one, "both, dynamic or both,dynamic")
         require(one == "both" or bool(colocated), "--roles", one, "--colocated workers")
+    for one in names(zombie_reclaim):
+        require(one in ("on", "off"), "--zombie-reclaim", one, "on, off or on,off")
     for count in integers(shards):
         replace(
             cluster, router=replace(router, shards=count)
@@ -253,11 +265,12 @@ def simulate(
             seed=seed + offset,
             shards=count,
             roles=role,
+            zombie_reclaim=reclaim,
         )
         for one in rates
         for offset in range(seeds)
-        for name, where, count, role in product(
-            policies, placements, integers(shards), names(roles)
+        for name, where, count, role, reclaim in product(
+            policies, placements, integers(shards), names(roles), names(zombie_reclaim)
         )
     ]
     slo = Slo(ttft_ms=slo_ttft_ms, tpot_ms=slo_tpot_ms)
@@ -376,8 +389,9 @@ def run_cases(
                 shards=case.shards,
                 roles=case.roles,
             )
+            plan = replace(cluster.plan, keeps_raw=case.zombie_reclaim == "off")
             simulation = Simulation(
-                replace(cluster, router=router),
+                replace(cluster, router=router, plan=plan),
                 costs,
                 on_tick=lambda trial, bar=bar: bars.update(bar, completed=len(trial.outcomes)),
             )
@@ -399,6 +413,7 @@ def row_of(case: Case, trial: Trial, slo: Slo, spent_s: float) -> Row:
         "simulated": True,
         "label": case.label,
         "placement": case.placement,
+        "zombie_reclaim": case.zombie_reclaim,
         "level": str(case).partition(" ")[2],
         "seed": case.seed,
         "max_concurrency": case.concurrency,

@@ -8,10 +8,12 @@ import typer
 from triptych.cli.list_options import integers, names, numbers
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.quality.studies import run_with_progress
-from triptych.core.config import ModelConfig
+from triptych.core.config import AppConfig, CompressorConfig, ModelConfig
+from triptych.core.errors import ConfigError
 from triptych.loadgen.report.host import host_info
 
 if TYPE_CHECKING:
+    from triptych.core.profile import Profile
     from triptych.evals.studies.calibration import CalibrationResult
 
 COLUMNS = {
@@ -45,9 +47,19 @@ def calibrate(
         str,
         typer.Option(
             help="Other methods to measure with the chosen settings, for the estimates in answers; "
-            "empty: none."
+            "all: those that a server can offer; empty: none."
         ),
-    ] = "uniform:fp16,uniform:k8v4,uniform:k4v2,leankv",
+    ] = "all",
+    learned: Annotated[
+        str, typer.Option(help="Files of learned networks, as compressor.learned.")
+    ] = "auto",
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="Measure --methods with the settings of this profile, instead of choosing "
+            "settings: a file, or auto: the one that is included for the model."
+        ),
+    ] = "",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all rows to this file.")
     ] = None,
@@ -56,7 +68,12 @@ def calibrate(
 
     Set compressor.profile to the file. Models with a known name include a profile.
     """
-    from triptych.evals.studies.calibration import Calibration, Target, calibrate
+    from triptych.evals.studies.calibration import (
+        Calibration,
+        Target,
+        calibrate,
+        with_other_methods,
+    )
 
     plan = Calibration(
         model=model,
@@ -69,8 +86,15 @@ def calibrate(
         documents=documents,
         steps=steps,
         other_methods=tuple(names(methods)),
+        learned=tuple(names(learned)),
     )
     output.parent.mkdir(parents=True, exist_ok=True)
+    if profile:
+        extended = with_other_methods(_known(model, profile), plan, run_with_progress)
+        extended.write(output)
+        console.print(make_table(("method", "", *COLUMNS), _other_lines(extended)))
+        notes.print(f"wrote {output}", markup=False, soft_wrap=True)
+        return
     found = calibrate(plan, run_with_progress)
     found.profile.write(output)
     if json_file:
@@ -85,7 +109,25 @@ def _show(found: "CalibrationResult") -> None:
         [row.method, "chosen" if row.method == found.chosen else "", *_figures(row.as_json())]
         for row in sorted(found.rows, key=lambda row: (str(row.context), row.bytes_all_in_ratio))
     ]
-    lines += [
+    lines += _other_lines(found.profile)
+    console.print(make_table(("method", "", *COLUMNS), lines))
+
+
+def _known(model: str, name: str) -> "Profile":
+    """The profile of a file, or the one that is included. Raises: ConfigError if there is none"""
+    from triptych.workers.models.compression_profile import find_profile
+    from triptych.workers.models.facts import describe
+    from triptych.workers.models.store.model_store import resolve
+
+    config = AppConfig(model=ModelConfig(name=model), compressor=CompressorConfig(profile=name))
+    found = find_profile(config, describe(resolve(model)))
+    if found is None:
+        raise ConfigError(f"profile={name!r}: there is none for {model!r}; leave the option out")
+    return found
+
+
+def _other_lines(profile: "Profile") -> list[list[object]]:
+    return [
         [
             name,
             "",
@@ -96,10 +138,9 @@ def _show(found: "CalibrationResult") -> None:
             one.top1_agreement,
             one.perplexity_ratio,
         ]
-        for name, measured in found.profile.measured_methods.items()
+        for name, measured in profile.measured_methods.items()
         for one in measured
     ]
-    console.print(make_table(("method", "", *COLUMNS), lines))
 
 
 def _figures(row: dict[str, object]) -> list[object]:

@@ -70,6 +70,13 @@ def scorer(
             help="Attention to predict: from the tokens behind a prompt, or from the prompt's own."
         ),
     ] = "later",
+    loss: Annotated[
+        Literal["deviance", "logarithm"],
+        typer.Option(
+            help="Poisson deviance, which weights tokens by their attention, or the squared error "
+            "of the logarithm, which counts all alike."
+        ),
+    ] = "logarithm",
     hidden: Hidden = 64,
     seed: Seed = 0,
     json_file: JsonFile = None,
@@ -94,6 +101,7 @@ def scorer(
             patience=patience,
         ),
         target=target,
+        error=loss,
         hidden=hidden,
         seed=seed,
     )

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from triptych.core.config import CompressorConfig
 from triptych.core.errors import ConfigError
+from triptych.core.layout import FORMATS
 from triptych.core.methods.composition import PROVIDED, WITH_PROFILE, Method
 from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.plugins import POLICY_NAMES
@@ -66,6 +67,21 @@ def policies_of(
     names = [name for name in dict.fromkeys(config.methods) if name != default.name]
     others = [_resolved(replace(config, policy=name), profile, learned) for name in names]
     return _together([default, *others])
+
+
+def offered_methods(learned: Sequence[LearnedFile] = ()) -> tuple[str, ...]:
+    """Names of all methods that a server with a profile can offer, plug-ins left out.
+
+    ``learned``: files of networks for the model; a method that needs another one is left out.
+    """
+    kinds = {file.kind for file in learned}
+    found = list[str]()
+    for name in METHODS.builtin:
+        method = METHODS.load(name)
+        assert isinstance(method, Method)
+        if all(part.network is None or part.network in kinds for part in method.parts):
+            found += [f"uniform:{form}" for form in FORMATS] if name == "uniform" else [name]
+    return tuple(found)
 
 
 def _resolved(

@@ -21,6 +21,7 @@ from triptych.core.pages import PagePlan
 from triptych.evals.frontier.record_file import TimeRecord
 from triptych.evals.methods.served_engines import EngineMethod
 from triptych.kvpool import LocalPool
+from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.factory import load_model, make_engines
 from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
@@ -78,7 +79,12 @@ class _Stages:
             model=replace(config.model, dtype=ModelConfig().dtype),  # as it is served
             pool=replace(config.pool, prefix_bytes=0),
         )
-        plan = PagePlan.of(settings, facts.geometry, find_profile(settings, facts))
+        plan = PagePlan.of(
+            settings,
+            facts.geometry,
+            find_profile(settings, facts),
+            learned=find_networks(settings, facts),
+        )
         pages = batch * plan.geometry.head_rows * plan.raw.pages(len(prompt))
         pool = LocalPool(round(SPARE * pages) + plan.geometry.head_rows, plan.page_bytes)
         context = load_model(settings, plan, model_path, ("prefill", "compress"))

@@ -7,11 +7,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from triptych.core.errors import ConfigError
 from triptych.evals.data.cases import Footprint
 from triptych.evals.metrics.fidelity import Steps
+
+
+class Record(Protocol):
+    """A line of the file."""
+
+    def as_json(self) -> dict[str, object]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +105,19 @@ class RecordFile:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n")  # ends a line that was cut off
 
-    def add(self, records: Iterable[ProbeRecord | TimeRecord]) -> None:
+    def add(self, records: Iterable[Record]) -> None:
         for record in records:
             self._append(record.as_json())
 
     def probes(self) -> list[ProbeRecord]:
-        return [ProbeRecord.from_json(one) for one in self._lines() if one.get("kind") == "probe"]
+        return [ProbeRecord.from_json(one) for one in self.of_kind("probe")]
 
     def times(self) -> list[TimeRecord]:
-        return [TimeRecord.from_json(one) for one in self._lines() if one.get("kind") == "time"]
+        return [TimeRecord.from_json(one) for one in self.of_kind("time")]
+
+    def of_kind(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Records of a kind."""
+        return (one for one in self._lines() if one.get("kind") == kind)
 
     def _append(self, data: Mapping[str, object]) -> None:
         with self.path.open("a", encoding="utf-8") as file:

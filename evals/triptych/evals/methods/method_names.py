@@ -87,7 +87,12 @@ def parse_methods(
 def _with_settings(name: str, base: AppConfig) -> AppConfig:
     """``base`` with the settings in a method's name; a policy starts from its own defaults."""
     policy, *settings = name.split("+")
-    given: dict[str, object] = {"profile": base.compressor.profile, "policy": policy}
+    kept = base.compressor
+    given: dict[str, object] = {
+        "profile": kept.profile,
+        "learned": kept.learned,
+        "policy": policy,
+    }
     compressor = asdict(base.compressor) if policy == DEFAULT else given
     selection = asdict(base.decode.selection)
     for setting in settings:

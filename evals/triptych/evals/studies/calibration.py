@@ -15,20 +15,23 @@ import numpy as np
 
 from triptych.core.config import AppConfig, CompressorConfig, PoolConfig, require
 from triptych.core.errors import ModelError
+from triptych.core.methods.table import offered_methods, policy_of
 from triptych.core.profile import Fidelity, Profile, Settings
 from triptych.evals.data.texts import documents, text_hash
 from triptych.evals.data.vocabulary import Vocabulary
 from triptych.evals.methods.full_cache import TransformersRunner
 from triptych.evals.methods.mean_keys import mean_keys
+from triptych.evals.methods.method_names import SERVED
 from triptych.evals.studies.report import Row
 from triptych.evals.studies.study import Results, Study
+from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.models.facts import describe
 from triptych.workers.models.store.model_store import resolve
 
 RunStudy = Callable[[Study], Results]
 
-OTHER_METHODS = ("uniform:fp16", "uniform:k8v4", "uniform:k4v2", "leankv")
-"""Methods whose fidelity is measured with the chosen settings."""
+ALL = "all"
+"""Instead of names of methods: all that a server can offer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +73,10 @@ class Calibration:
     contexts: tuple[int, ...] = (1024,)
     documents: int = 6
     steps: int = 128
-    other_methods: tuple[str, ...] = OTHER_METHODS
+    other_methods: tuple[str, ...] = (ALL,)
     """Methods of requests to measure with the chosen settings, besides the chosen one."""
+    learned: tuple[str, ...] = CompressorConfig().learned
+    """Files of learned networks, as in ``compressor.learned``."""
     pool_bytes: int = PoolConfig().kv_cache_memory_bytes
 
     @property
@@ -118,15 +123,36 @@ def calibrate(plan: Calibration, run: RunStudy) -> CalibrationResult:
 
 
 def with_other_methods(profile: Profile, plan: Calibration, run: RunStudy) -> Profile:
-    """The profile with the fidelity of ``other_methods``, as a server with it runs them."""
-    if not plan.other_methods:
+    """The profile with the fidelity of ``other_methods`` too, as a server with it runs them.
+
+    Raises: ConfigError for a method that cannot run
+    """
+    facts = describe(resolve(plan.model))
+    settings = AppConfig(compressor=CompressorConfig(learned=plan.learned))
+    files = find_networks(settings, facts)
+    names = plan.other_methods
+    if names == (ALL,):
+        names = tuple(name for name in offered_methods(files) if name != profile.settings.policy)
+    if not names:
         return profile
-    rows = _measured(profile, plan.other_methods, plan, run).rows
+    networks = dict(profile.measured_networks)
+    for name in names:
+        networks.pop(name, None)
+        policy = policy_of(replace(settings.compressor, policy=name), profile, files)
+        file = policy.merger or policy.scorer
+        if file is not None:
+            networks[name] = file.tensors
+    served = {name: f"{SERVED}{name}" for name in names}  # not the baseline of the same name
+    rows = _measured(profile, tuple(served.values()), plan, run).rows
     found = {
-        name: tuple(_fidelity(row) for row in rows if _is_of(row, name))
-        for name in plan.other_methods
+        name: tuple(_fidelity(row) for row in rows if _is_of(row, study_name))
+        for name, study_name in served.items()
     }
-    return replace(profile, measured_methods=found)
+    return replace(
+        profile,
+        measured_methods={**profile.measured_methods, **found},
+        measured_networks=networks,
+    )
 
 
 def choose(rows: Sequence[Row], target: Target) -> Row:
@@ -185,7 +211,7 @@ def _measured(
             model=plan.model,
             methods=methods,
             base=AppConfig(
-                compressor=CompressorConfig(profile=str(path)),
+                compressor=CompressorConfig(profile=str(path), learned=plan.learned),
                 pool=PoolConfig(kv_cache_memory_bytes=plan.pool_bytes),
             ),
             contexts=plan.contexts,

@@ -22,6 +22,7 @@ from triptych.evals.training.merger_training import (
     standardize_merger,
 )
 from triptych.evals.training.scorer_training import (
+    Loss,
     ScorerObjective,
     ScorerReport,
     Target,
@@ -57,6 +58,7 @@ class ScorerPlan:
     fit: FitPlan = field(default_factory=lambda: FitPlan(steps=600, evaluate_every=50))
     target: Target = "later"
     """Attention that is predicted: from tokens behind a prompt, or from the prompt's own."""
+    error: Loss = "logarithm"
     hidden: int = 64
     """Units of each network's hidden layer."""
     seed: int = 0
@@ -122,8 +124,8 @@ def train_scorer(plan: ScorerPlan, output: Path, work: Path, begin: Begin) -> Tr
     facts = describe(path)
     scorer = TokenScorer(facts.geometry, RopeFrame.of(facts), plan.hidden, plan.seed)
     captures = _capture(path, facts, plan.captures, work, begin)
-    standardize_scorer(scorer, captures.files, plan.target)
-    objective = ScorerObjective(scorer, captures, plan.target, plan.seed)
+    standardize_scorer(scorer, captures.files, plan.target, plan.error)
+    objective = ScorerObjective(scorer, captures, plan.target, plan.error, plan.seed)
     state = _fit("scorer", objective, plan.fit, work, _bound(facts, plan, captures), begin)
     record = _record("scorer", plan.model, facts, captures, state, hidden=plan.hidden)
     write_artefact(output, record, scorer)

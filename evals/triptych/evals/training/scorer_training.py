@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from triptych.evals.training.captures import Capture, Captures, order_of, read_capture
+from triptych.workers.compress.learned.chunk_plan import SINK_TOKENS
 from triptych.workers.compress.learned.token_scorer import TokenScorer, relative_significance
 
 SAMPLED_TOKENS = 1024
@@ -21,11 +22,21 @@ KEPT_SHARE = 0.25
 
 Target = Literal["later", "prompt"]
 """What is predicted: attention from the tokens behind a context, or from the context itself."""
+Loss = Literal["deviance", "logarithm"]
+"""``deviance``: Poisson's of attention, smallest for the mean attention of tokens with the same
+features; ``logarithm``: the squared error of its logarithm, smallest for the mean logarithm."""
+FIRST_TOKEN: dict[Loss, int] = {"deviance": SINK_TOKENS, "logarithm": 0}
+"""First token of a document that a loss counts."""
 
 
 @dataclass(frozen=True)
 class ScorerObjective:
-    """Squared error of the logarithm of attention, for each layer.
+    """How far predicted attention is from a target, for each layer.
+
+    What a class of lower precision costs grows with the attention on its tokens. So the deviance
+    weights an error of the logarithm by the attention itself, and the squared error counts all
+    tokens alike. The deviance leaves out the first tokens: they have most of the attention, and no
+    method classifies them.
 
     Attention sums measure what a prompt's own tokens attend to, and stand for what the tokens
     behind it will attend to. Training can have the latter as its target: attention from the second
@@ -38,6 +49,7 @@ class ScorerObjective:
     network: TokenScorer
     captures: Captures
     target: Target = "later"
+    error: Loss = "logarithm"
     seed: int = 0
 
     def loss(self, step: int) -> Tensor:
@@ -49,22 +61,36 @@ class ScorerObjective:
         weights = torch.tensor([2.0**index for index in range(len(lengths))])
         length = lengths[int(torch.multinomial(weights, 1, generator=draw))]
         tokens = torch.randperm(length, generator=draw)[:SAMPLED_TOKENS].sort().values
-        return self._error(capture, length, tokens).square().mean((1, 2))
+        tokens = tokens[tokens >= FIRST_TOKEN[self.error]]
+        return self._error(capture, length, tokens).mean((1, 2))
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
         errors = [
-            self._error(capture, length, torch.arange(length)).square().mean()
+            self._error(capture, length, torch.arange(FIRST_TOKEN[self.error], length)).mean()
             for capture in map(read_capture, self.captures.held_out)
             for length in lengths_of(capture, self.target)
         ]
         return float(torch.stack(errors).mean())
 
     def _error(self, capture: Capture, length: int, tokens: Tensor) -> Tensor:
-        """Prediction minus target: [L, KH, n]"""
+        """Error of each token: [L, KH, n]"""
         keys, values = (part[:, :, tokens].float() for part in (capture.keys, capture.values))
         target = target_of(capture, length, self.target)[:, :, tokens]
-        return self.network(keys, values, tokens) - relative_significance(target, length)
+        found = self.network(keys, values, tokens)
+        if self.error == "logarithm":
+            return (found - relative_significance(target, length)).square()
+        return poisson_deviance(found, target * length)
+
+
+def poisson_deviance(log_rate: Tensor, count: Tensor) -> Tensor:
+    """Half the deviance of counts from predicted rates; 0 where they are equal, otherwise above.
+
+    Shapes:  any, the same for both -> the same
+    Source:  Gneiting 2011: the Bregman losses, of which this is one, are those whose best
+             prediction is the mean
+    """
+    return log_rate.exp() - count + torch.xlogy(count, count) - count * log_rate
 
 
 def lengths_of(capture: Capture, target: Target) -> list[int]:
@@ -79,21 +105,24 @@ def target_of(capture: Capture, length: int, target: Target) -> Tensor:
 
 
 @torch.inference_mode()
-def standardize_scorer(scorer: TokenScorer, files: Sequence[Path], target: Target) -> None:
-    """Set mean and deviation of the features from captures, and the bias to the mean target."""
-    count, total, squares, logs = 0, torch.zeros(()), torch.zeros(()), torch.zeros(())
+def standardize_scorer(
+    scorer: TokenScorer, files: Sequence[Path], target: Target, error: Loss
+) -> None:
+    """Set mean and deviation of the features from captures, and the bias to the best constant."""
+    count, total, squares, means = 0, torch.zeros(()), torch.zeros(()), torch.zeros(())
     for capture in map(read_capture, files):
         length = lengths_of(capture, target)[-1]
         keys, values = (part[:, :, :length].float() for part in (capture.keys, capture.values))
         content = scorer.content(keys, values, torch.arange(length)).double()
         count, total = count + length, total + content.sum(1)
         squares = squares + content.square().sum(1)
-        wanted = target_of(capture, length, target)
-        logs = logs + relative_significance(wanted, length).mean(2)
+        wanted = target_of(capture, length, target)[:, :, FIRST_TOKEN[error] :]
+        part = relative_significance(wanted, length) if error == "logarithm" else wanted * length
+        means = means + part.mean(2) / len(files)
     mean = total / count
     deviation = (squares / count - mean.square()).clamp_min(0).sqrt()
     scorer.standardize(mean.float(), deviation.float())
-    scorer.output_bias.copy_((logs / len(files))[:, None])
+    scorer.output_bias.copy_((means if error == "logarithm" else means.log())[:, None])
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def figures_of(trial: Trial, slo: Slo) -> Figures:
     """Figures of a simulated run, like ``summarize`` of a measured one.
 
     Inter-token latencies are those of decode steps; the bytes of keys and values are what the
-    router has booked, which is more than what is held.
+    router has booked, which is more than what is held (``mean_held_kv_bytes``).
     """
     done = [one for one in trial.outcomes if one.is_done]
     inside = [one for one in done if is_inside(one, slo)]
@@ -64,6 +64,7 @@ def figures_of(trial: Trial, slo: Slo) -> Figures:
             "norm_latency", [(one.last_s - one.due_s) / one.job.answer_tokens for one in done]
         ),
         "mean_kv_bytes": trial.mean_booked_bytes,
+        "mean_held_kv_bytes": trial.mean_held_bytes,
         "peak_kv_bytes": trial.peak_booked_bytes,
     }
     return figures | goodput_per_gb(figures)

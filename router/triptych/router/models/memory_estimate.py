@@ -113,12 +113,17 @@ class ByteModel:
 
     def estimate(self, prompt_tokens: int, max_tokens: int) -> RequestBytes:
         """Bound a request of ``prompt_tokens`` and up to ``max_tokens`` output tokens."""
+        raw, compressed = (
+            self._bytes(self.plan.raw.pages(prompt_tokens)),
+            self._decode_bytes(prompt_tokens),
+        )
+        kept = raw if self.plan.keeps_raw and self.plan.compresses else 0
         return RequestBytes(
-            raw=self._bytes(self.plan.raw.pages(prompt_tokens)),
-            encoded=self._decode_bytes(prompt_tokens) if self.plan.compresses else 0,
-            compressed=self._decode_bytes(prompt_tokens),
+            raw=raw,
+            encoded=compressed if self.plan.compresses else 0,
+            compressed=compressed + kept,
             growth=self._growth_bytes(prompt_tokens, max_tokens),
-            grown=self._decode_bytes(prompt_tokens + max_tokens),
+            grown=self._decode_bytes(prompt_tokens + max_tokens) + kept,
         )
 
     def estimate_in_parts(self, prompt_tokens: int, max_tokens: int) -> RequestBytes | None:

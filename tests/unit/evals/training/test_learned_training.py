@@ -28,9 +28,15 @@ from triptych.evals.training.learned_networks import (
 )
 from triptych.evals.training.merger_training import MergerReport
 from triptych.evals.training.output_matching import attend, context_of, output_error
-from triptych.evals.training.scorer_training import ScorerReport
+from triptych.evals.training.scorer_training import (
+    ScorerObjective,
+    ScorerReport,
+    poisson_deviance,
+    standardize_scorer,
+)
 from triptych.workers.compress.learned.artefact import read_merger, read_record, read_scorer
 from triptych.workers.compress.learned.rope_frame import RopeFrame
+from triptych.workers.compress.learned.token_scorer import TokenScorer
 from triptych.workers.models.facts import ModelFacts, describe
 
 TEXTS = CapturePlan(context=128, continuation=16, documents=3, held_out=2)
@@ -140,6 +146,36 @@ def test_keys_before_rope_do_not_depend_on_the_position(
     torch.testing.assert_close(same, same[:, :1].expand_as(same), rtol=0.01, atol=0.01)
     turned = keys[:, tokens == token]
     assert not torch.allclose(turned, turned[:, :1].expand_as(turned), rtol=0.05, atol=0.05)
+
+
+def test_the_deviance_is_least_for_the_mean_and_the_logarithm_for_the_mean_logarithm() -> None:
+    """Of attention as uneven as that of tokens is."""
+    counts = torch.tensor([0.02, 0.1, 0.3, 9.0])
+    constants = torch.linspace(-4, 3, 701)
+    found = torch.stack([poisson_deviance(one.expand(4), counts).mean() for one in constants])
+    assert float(constants[found.argmin()].exp()) == pytest.approx(float(counts.mean()), rel=0.02)
+    assert float(counts.log().mean().exp()) < 0.2 * float(counts.mean())
+    assert (found >= 0).all()
+    assert float(poisson_deviance(counts.log(), counts).abs().max()) < 1e-5
+    nothing = poisson_deviance(torch.zeros(1), torch.zeros(1))  # log 0 is not computed
+    assert float(nothing) == 1.0
+
+
+def test_the_deviance_trains_a_scorer_on_all_but_the_first_tokens(
+    facts: ModelFacts, captures: Captures
+) -> None:
+    scorer = TokenScorer(facts.geometry, RopeFrame.of(facts), 8)
+    standardize_scorer(scorer, captures.files, "later", "deviance")
+    objective = ScorerObjective(scorer, captures, error="deviance")
+    before = objective.held_out_loss()
+    optimizer = torch.optim.Adam(scorer.parameters(), lr=1e-2)
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = objective.loss(step)
+        assert loss.shape == (facts.geometry.layers,)
+        loss.sum().backward()
+        optimizer.step()
+    assert objective.held_out_loss() < before
 
 
 def test_captures_are_made_once(

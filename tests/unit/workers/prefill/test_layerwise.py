@@ -1,13 +1,14 @@
 """Prompts that are read some layers at a time, and encoded meanwhile."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.learned import networks_beside, save_networks
 from tests.tiny import DIFFKV, save_tiny_model
 from tests.unit.workers.settled import booked_in_the_end
 from triptych.core.config import AppConfig
@@ -33,6 +34,8 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import LocalPool
+from triptych.workers.compress.attention_predictor import AttentionPredictor
+from triptych.workers.compress.raw_tokens import RawTokens
 from triptych.workers.factory import load_model, make_engines
 from triptych.workers.local import Completion, LocalServer
 from triptych.workers.models.facts import describe
@@ -45,15 +48,23 @@ LENGTHS = (40, 61, 130, 300, 410)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("seven-layers"), layers=LAYERS)
+    made = save_tiny_model(tmp_path_factory.mktemp("seven-layers"), layers=LAYERS)
+    save_networks(made)
+    return made
 
 
-def config(at_once: int, *, chunk: int = CHUNK, capacity: int = 32 << 20) -> AppConfig:
+def config(
+    at_once: int,
+    *,
+    chunk: int = CHUNK,
+    capacity: int = 32 << 20,
+    method: Mapping[str, object] | None = None,
+) -> AppConfig:
     return AppConfig.from_mapping(
         {
             "model": {"name": "tiny", "dtype": "float32"},
             "pool": {"kv_cache_memory_bytes": capacity, "extent_pages": 16, "prefix_bytes": 0},
-            "compressor": {"profile": "none", **DIFFKV, "alpha_low": 0.008},
+            "compressor": {"profile": "none", **DIFFKV, "alpha_low": 0.008, **(method or {})},
             "prefill": {"max_num_batched_tokens": chunk},
             "experimental": {"layers_at_once": at_once},
         }
@@ -74,14 +85,18 @@ def answers(server: LocalServer, lengths: tuple[int, ...] = LENGTHS) -> list[Com
     return [answer for one in asked for answer in server.complete([one])]
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("at_once", "policy"),
+    [(1, "diffkv"), (2, "diffkv"), (3, "diffkv"), (1, "learned:score"), (3, "learned:score")],
+)
 def test_parts_give_the_answers_that_a_whole_prompt_gives_bit_for_bit(
-    model: Path, at_once: int
+    model: Path, at_once: int, policy: str
 ) -> None:
-    with LocalServer(config(0, chunk=512), model) as server:
+    method = {"policy": policy, "learned": networks_beside(model)}
+    with LocalServer(config(0, chunk=512, method=method), model) as server:
         whole = answers(server)
     heard = list[Message]()
-    with LocalServer(config(at_once), model, watch=heard.append) as server:
+    with LocalServer(config(at_once, method=method), model, watch=heard.append) as server:
         in_parts = answers(server)
         assert server.pool.stat().request_pages == 0
         assert server.pool.allocated_pages == 0
@@ -97,6 +112,29 @@ def test_parts_give_the_answers_that_a_whole_prompt_gives_bit_for_bit(
     handles = [message.handle for message in heard if isinstance(message, Prefilled)]
     rows = [len(handle.runs[0].tokens) // 4 for handle in handles if handle is not None]
     assert min(rows) < max(rows) == 2 * LAYERS  # some came with their last layers only
+
+
+def test_parts_are_scored_by_the_networks_of_their_layers(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With those of the first layers for all, pages would have other classes."""
+    method = {"policy": "learned:score", "learned": networks_beside(model)}
+    write, firsts = AttentionPredictor.write, list[int]()
+
+    def by_the_first(
+        predictor: AttentionPredictor, raw: RawTokens, tokens: int, first_layer: int
+    ) -> None:
+        firsts.append(first_layer)
+        write(predictor, raw, tokens, 0)
+
+    with LocalServer(config(2, method=method), model) as server:
+        (right,) = answers(server, (300,))
+    monkeypatch.setattr(AttentionPredictor, "write", by_the_first)
+    with LocalServer(config(2, method=method), model) as server:
+        (wrong,) = answers(server, (300,))
+    assert sorted(firsts) == list(range(LAYERS))  # 300 tokens are a step with one layer at a time
+    assert right.error is wrong.error is None
+    assert right.logprobs != wrong.logprobs
 
 
 def test_less_memory_than_the_raw_pages_of_a_prompt_will_do(model: Path) -> None:

@@ -1,0 +1,148 @@
+"""Tables of result files, for the generated parts of the documents."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    names = list(head)
+    lines = [names, ["---"] * len(names), *rows]
+    cells = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def frontier(name: str) -> str:
+    """The frontier: each method's paper, bytes and fidelity, and its time to compress if measured.
+
+    ``name``: a result file of ``triptych eval frontier``.
+    """
+    content = _result(name)
+    answers = {row["method"]: row for row in content["answers"]}
+    times = {row["method"]: row for row in content["times"]}
+    by_bytes = sorted(content["rows"], key=lambda row: (row["context"], row["bytes_all_in_ratio"]))
+    rows = [_frontier_row(row, answers, times) for row in by_bytes]
+    head = ("method", "paper", "served", "context", "bytes", "KL", "95 %", "top-1", "perplexity")
+    more = ("pass keys", "BLEU, ROUGE-1, ROUGE-L", "us per token to compress, batch 1, 4, 16")
+    return table((*head, *more), rows)
+
+
+def _frontier_row(row: dict[str, Any], answers: Any, times: Any) -> tuple[str, ...]:
+    answer, time = answers.get(row["method"]), times.get(row["method"])
+    interval = row["kl_ci95"]
+    overlap = [] if answer is None else [answer["bleu"], answer["rouge_1"], answer["rouge_l"]]
+    spent = [] if time is None else time["us_per_token"].values()
+    return (
+        f"`{row['method']}`",
+        row["paper"] or "-",
+        "yes" if row["served"] else "no",
+        f"{row['context']:,}",
+        f"{row['bytes_all_in_ratio']:.3f}",
+        f"{row['kl']:.4f}",
+        "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}",
+        f"{row['top1_agreement']:.3f}",
+        f"{row['perplexity_ratio']:.4f}",
+        f"{row['passkeys'] * row['documents']:.0f} of {row['documents']}",
+        ", ".join(f"{value:.3g}" for value in overlap) or "-",
+        ", ".join(f"{value:.1f}" for value in spent) or "-",
+    )
+
+
+def compress_times(name: str) -> str:
+    """Time of the compressor by method and batch.
+
+    ``name``: a result file of ``triptych bench methods``.
+    """
+    times: dict[str, dict[int, Any]] = {}
+    for one in _result(name)["times"]:
+        times.setdefault(one["method"], {})[one["batch"]] = one
+    batches = sorted({batch for row in times.values() for batch in row})
+    rows = [
+        (
+            f"`{method}`",
+            *(f"{row[batch]['compress_us']:.1f}" for batch in batches),
+            f"{row[8]['compress_us'] / row[1]['compress_us']:.2f}",
+            f"{row[1]['compress_us'] / row[1]['prefill_us']:.3f}",
+        )
+        for method, row in times.items()
+    ]
+    head = ("method", *(f"batch {batch}" for batch in batches), "8 over 8 singles", "of prefill")
+    return table(head, rows)
+
+
+def pipelines(name: str) -> str:
+    """Latencies of methods at each rate, pipelined and one request at a time."""
+    head = ("method", "requests/s", "TTFT s, mean and p99", "one at a time", "TPOT ms")
+    more = ("one at a time", "s per token", "one at a time", "s in prefill, compress, decode")
+    loads = [one for one in _result(name)["loads"] if one["reclaims"]]
+    return table((*head, *more), _pipeline_rows(loads))
+
+
+def _pipeline_rows(loads: list[Any]) -> Iterator[tuple[str, ...]]:
+    found: dict[tuple[str, float], dict[bool, Any]] = {}
+    for one in loads:
+        found.setdefault((one["method"], one["rate_per_s"]), {})[one["is_pipelined"]] = one
+    for (method, rate), pair in found.items():
+        if set(pair) == {True, False}:
+            both = pair[True], pair[False]
+            yield (
+                f"`{method}`",
+                f"{rate:g}",
+                *(f"{one['ttft_s']:.2f}, {one['ttft_p99_s']:.2f}" for one in both),
+                *(f"{1e3 * one['tpot_s']:.0f}" for one in both),
+                *(f"{one['norm_latency_s']:.3f}" for one in both),
+                ", ".join(f"{seconds:.2f}" for seconds in both[0]["stage_s"].values()),
+            )
+
+
+def reclaim(name: str) -> str:
+    """Memory that requests hold with and without zombie reclaim."""
+    found: dict[tuple[str, float], dict[bool, Any]] = {}
+    for one in _result(name)["loads"]:
+        if one["is_pipelined"]:
+            found.setdefault((one["method"], one["rate_per_s"]), {})[one["reclaims"]] = one
+    rows = [
+        (
+            f"`{method}`",
+            f"{rate:g}",
+            *(f"{pair[on]['mean_held_bytes'] / 1e6:.1f}" for on in (True, False)),
+            f"{pair[True]['mean_held_bytes'] / pair[False]['mean_held_bytes']:.2f}",
+            *(f"{pair[on]['peak_held_bytes'] / 1e6:.1f}" for on in (True, False)),
+        )
+        for (method, rate), pair in found.items()
+        if set(pair) == {True, False}
+    ]
+    head = ("method", "requests/s", "mean MB, on", "off", "on over off", "peak MB, on", "off")
+    return table(head, rows)
+
+
+def simulated_reclaim(name: str) -> str:
+    """Batching and zombie reclaim, each on and off, in the simulator: means over seeds."""
+    found: dict[tuple[str, str], dict[str, list[Any]]] = {}
+    for row in _result(name)["rows"]:
+        policy = row["label"].partition("+")[0]
+        cell = found.setdefault((row["level"], policy), {})
+        cell.setdefault(row["zombie_reclaim"], []).append(row)
+    keys = {"mean_ttft_ms": 1e3, "mean_norm_latency_ms": 1e3, "mean_held_kv_bytes": 1e6}
+    rows = [
+        (
+            level,
+            f"`{policy}`",
+            *(
+                f"{sum(one[key] for one in cell[on]) / len(cell[on]) / unit:.3g}"
+                for key, unit in keys.items()
+                for on in ("on", "off")
+            ),
+        )
+        for (level, policy), cell in found.items()
+    ]
+    head = ("load", "policy", "TTFT s, on", "off", "s per token, on", "off")
+    return table((*head, "held MB, on", "off"), rows)
+
+
+def _result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))

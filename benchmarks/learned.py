@@ -19,11 +19,12 @@ from torch import Tensor
 
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import ModelConfig
+from triptych.core.images import TEXT, Segment
 from triptych.core.layout import Geometry
 from triptych.kernels import prefill_attention
 from triptych.loadgen.report.host import host_info
 from triptych.workers.compress.learned.chunk_merger import GatedMerger, Merger, PaperMerger
-from triptych.workers.compress.learned.chunk_plan import TEXT, Segment, plan_chunks
+from triptych.workers.compress.learned.chunk_plan import plan_chunks
 from triptych.workers.compress.learned.merge_requests import RequestCache, merge_requests
 from triptych.workers.compress.learned.rope_frame import RopeFrame
 from triptych.workers.compress.learned.token_scorer import TokenScorer, score_requests

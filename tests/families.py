@@ -89,6 +89,7 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         image_token_id=257,
         tie_word_embeddings=False,
     ),
+    "Idefics3": _with_text("idefics3", "llama"),
     "Mistral 3": _with_text("mistral3", "mistral", head_dim=32),
     "Qwen2.5-VL": _with_text("qwen2_5_vl", "qwen2_5_vl_text", rope_parameters=dict(MROPE)),
     "Qwen3-VL": _with_text("qwen3_vl", "qwen3_vl_text", head_dim=32, rope_parameters=dict(MROPE)),

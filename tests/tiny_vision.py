@@ -9,9 +9,15 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import (
+    AutoModelForImageTextToText,
     AutoProcessor,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    Idefics3VisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -34,19 +40,6 @@ def save_tiny_vision_model(path: Path) -> Path:
     """A vision tower of three layers, and the language model of ``save_tiny_model``."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    text = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT_TOKENS,
-        bos_token_id=0,
-        eos_token_id=1,
-        initializer_range=0.2,
-    )
     vision = CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -59,7 +52,7 @@ def save_tiny_vision_model(path: Path) -> Path:
     )
     config = LlavaConfig(
         vision_config=vision,
-        text_config=text,
+        text_config=_text_config(len(tokenizer)),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         image_seq_length=IMAGE_TOKENS,
         tie_word_embeddings=False,
@@ -78,6 +71,59 @@ def save_tiny_vision_model(path: Path) -> Path:
     return path
 
 
+def save_tiny_idefics3(path: Path) -> Path:
+    """Idefics3 whose images are not split: 56 x 56 pixels, and 2 x 2 patches make a token."""
+    tokenizer = byte_tokenizer()
+    special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    config = Idefics3Config(
+        vision_config=Idefics3VisionConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=56,
+            patch_size=7,
+            initializer_range=0.2,
+        ),
+        text_config=_text_config(len(tokenizer)).to_dict(),
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(8)
+    Idefics3ForConditionalGeneration(config).save_pretrained(path)
+    Idefics3Processor(
+        image_processor=Idefics3ImageProcessorPil(
+            do_image_splitting=False,
+            size={"longest_edge": 56},
+            max_image_size={"longest_edge": 56},
+        ),
+        tokenizer=tokenizer,
+        image_seq_len=IMAGE_TOKENS,
+        chat_template=TEMPLATE,
+    ).save_pretrained(path)
+    return path
+
+
+def _text_config(vocab_size: int) -> LlamaConfig:
+    """The language model of ``save_tiny_model``."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_TOKENS,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.2,
+    )
+
+
 def random_images(count: int, seed: int) -> list[Image.Image]:
     luck = np.random.default_rng(seed)
     sizes = luck.integers(20, 90, (count, 2))
@@ -94,7 +140,7 @@ class Reference:
     """transformers' own model and processor."""
 
     def __init__(self, path: Path) -> None:
-        self.model = LlavaForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+        self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
         self.processor = AutoProcessor.from_pretrained(path)
 
     def prompt(self, text: str, images: Sequence[Image.Image]) -> list[int]:

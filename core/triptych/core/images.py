@@ -1,4 +1,4 @@
-"""Images of a prompt: which tokens stand for them, and keys of those tokens for the prefix cache.
+"""Images of a prompt: which tokens stand for them, segments, and keys for the prefix cache.
 
 The tokens of all images are alike: placeholders, which prefill replaces by features. So a key of
 the prefix cache must not be made of them alone. ``content_keys`` puts a hash of the pixels in their
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256, shake_256
 from struct import unpack
+from typing import Literal
 
 from triptych.core.errors import RequestError
 
@@ -19,6 +20,10 @@ LEAST_KEY = 1 << 30
 """No vocabulary has so many tokens, and keys fit into an int32 that is not negative."""
 RGB = 3
 """Bytes of a pixel."""
+
+Modality = Literal["text", "image"]
+TEXT: Modality = "text"
+IMAGE: Modality = "image"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,40 @@ class ImageSpan:
     @property
     def stop(self) -> int:
         return self.start + self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one modality, such as an image, or the text between two images."""
+
+    modality: Modality
+    start: int
+    end: int
+    """After the last token."""
+
+
+def image_segments(images: Sequence[ImageSpan]) -> tuple[Segment, ...]:
+    """The segments of a prompt that are no text."""
+    return tuple(Segment(IMAGE, image.start, image.stop) for image in images)
+
+
+def all_segments(others: Sequence[Segment], tokens: int) -> tuple[Segment, ...]:
+    """Segments of a sequence of ``tokens`` tokens from its first to its last token.
+
+    ``others``: those that are no text, in order.
+
+    >>> [(one.modality, one.start, one.end) for one in all_segments([Segment(IMAGE, 2, 5)], 6)]
+    [('text', 0, 2), ('image', 2, 5), ('text', 5, 6)]
+    """
+    found, end = list[Segment](), 0
+    for segment in others:
+        if end < segment.start:
+            found.append(Segment(TEXT, end, segment.start))
+        found.append(segment)
+        end = segment.end
+    if end < tokens:
+        found.append(Segment(TEXT, end, tokens))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -312,16 +312,15 @@ class PagePlan:
         """Whether requests of the method read and fill the prefix cache.
 
         Prefill reads the keys of a cached prefix token by token and without biases, so merged
-        tokens cannot be one; and which tokens are merged, or dropped by a retention rule, depends
-        on the whole prompt.
+        tokens cannot be one; which tokens are merged, or dropped by a retention rule, depends on
+        the whole prompt; and blocks of the cache are high, whatever modality their tokens have.
         """
         return self.prefix_bytes > 0 and self.prefix_block_tokens > 0
 
     @property
     def prefix_block_tokens(self) -> int:
         """Tokens of a block of the prefix cache; 0 for methods that never use it."""
-        uses = not self.merges and self.policy.retention is None
-        return self.block_tokens if uses else 0
+        return 0 if self.policy.decides_by_whole_prompt else self.block_tokens
 
     @property
     def shares(self) -> bool:

@@ -58,8 +58,8 @@ class Policy:
     With ``retention`` its rule decides instead of thresholds: tokens that it keeps are high, and so
     are output tokens.
 
-    With a ``merger``, tokens of a prompt that are neither sink nor window are merged, and have
-    biases in place of scores.
+    With a ``merger``, tokens of text in a prompt that are neither sink nor window are merged, and
+    have biases in place of scores. With ``images`` that policy decides about the tokens of images.
 
     Source: DiffKV, section 4 (thresholds relative to the mean weight 1/n, a window of 64 high
             tokens). Sink and window with more bits are ours (docs/log.md)
@@ -88,6 +88,9 @@ class Policy:
     """The network that scores prompt tokens; None: their attention is summed, if it is needed."""
     retention: Retention | None = None
     """None: thresholds decide."""
+    images: "Policy | None" = None
+    """Decides which tokens of images are high, low or dropped, in the formats of this policy; None:
+    they are treated as text is."""
     version: int = 1
     """Version of the method (``methods.composition``)."""
 
@@ -134,10 +137,24 @@ class Policy:
         return self.merger.chunk_tokens if self.merger else 1
 
     @property
+    def observing_rule(self) -> Retention | None:
+        """The retention rule for which prefill observes attention; None: there is none."""
+        parts = (self,) if self.images is None else (self, self.images)
+        rules = (part.retention for part in parts if part.retention is not None)
+        return next((rule for rule in rules if rule.last_queries is not None), None)
+
+    @property
     def observes_attention(self) -> bool:
         """Whether prefill adds up the attention that tokens receive."""
-        rule = self.retention
-        return self.needs_attention_sums or (rule is not None and rule.last_queries is not None)
+        of_images = self.images is not None and self.images.observes_attention
+        return self.needs_attention_sums or self.observing_rule is not None or of_images
+
+    @property
+    def decides_by_whole_prompt(self) -> bool:
+        """Whether the class of a token, or how it is merged, depends on the whole prompt or on
+        what it stands for. Then no prefix of a prompt can be cached."""
+        is_divided = self.images is not None or self.merger is not None
+        return is_divided or self.retention is not None
 
     @property
     def drops_tokens(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.learned import CHUNK_TOKENS, networks_beside
 from tests.tiny import DIFFKV
 from tests.unit.workers.decode.test_resume import Client, Stages
+from triptych.core.images import Segment
 from triptych.core.layout import FORMATS
 from triptych.core.messages import (
     Compress,
@@ -71,16 +72,28 @@ def settings_of(method: str, model: Path | None = None) -> Mapping[str, object]:
 
 
 def compress(
-    stages: Stages, requests: list[Request], how: AbstractContextManager[None] | None = None
+    stages: Stages,
+    requests: list[Request],
+    how: AbstractContextManager[None] | None = None,
+    segments: tuple[Segment, ...] = (),
 ) -> list[tuple[Planned, Compressed]]:
-    """Read prompts one by one, and compress them in one step, in a context (``how``)."""
+    """Read prompts one by one, and compress them in one step, in a context (``how``).
+
+    ``segments``: tokens of each that count as those of images.
+    """
     engine = stages.engines["compress"]
     read = [
         stages._until(stages.engines["prefill"], Prefill(requests=(one,)), Prefilled)
         for one in requests
     ]
     items = [
-        CompressItem(request=one.id, handle=done.handle, method=one.method)
+        CompressItem(
+            request=one.id,
+            handle=done.handle,
+            method=one.method,
+            floor=one.floor,
+            segments=segments,
+        )
         for one, done in zip(requests, read, strict=True)
     ]
     names = tuple(one.id for one in requests)

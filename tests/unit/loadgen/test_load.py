@@ -1,11 +1,14 @@
 """Kinds of workloads: what they share, how long they are, and that the seed fixes them."""
 
+import base64
+import io
 from itertools import pairwise
 from statistics import fmean, median, pvariance
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from triptych.cli.measure.load_options import LoadOptions
 from triptych.core.errors import ConfigError
@@ -13,6 +16,7 @@ from triptych.loadgen.workload.arrivals import arrivals_s
 from triptych.loadgen.workload.load import Load
 from triptych.loadgen.workload.openai_requests import Workload
 from triptych.loadgen.workload.shapes import SHAPES
+from triptych.loadgen.workload.simulated import jobs_of
 from triptych.loadgen.workload.turns import Session, requests_of
 
 
@@ -138,3 +142,37 @@ def test_gaps_have_the_rate_and_the_variance_of_their_shape(burstiness: float) -
 def test_a_load_that_makes_no_sense_is_refused(options: LoadOptions) -> None:
     with pytest.raises(ConfigError, match="expected"):
         options.resolve()
+
+
+def image_chats(**settings: str) -> Workload:
+    given = {"endpoint": "chat", "form": "text"} | settings
+    return Workload(model="m", shape="image-chat", prompt_tokens=422, seed=3, **given)
+
+
+def test_an_image_chat_has_fifteen_images_between_its_words() -> None:
+    """The shape of MileBench; equal seeds give equal bodies."""
+    workload = image_chats()
+    turns = [session.turns[0] for session in workload.sessions(2)]
+    first, second = (workload.body(turn)["messages"][0]["content"] for turn in turns)
+    kinds = [part["type"] for part in first]
+    assert kinds == ["text", "image_url"] * 15
+    words = " ".join(part["text"] for part in first if part["type"] == "text").split()
+    assert len(words) == 422
+    urls = [part["image_url"]["url"] for part in first + second if part["type"] == "image_url"]
+    assert len(set(urls)) == 30
+    assert workload.body(turns[0]) == image_chats().body(turns[0])
+    encoded = urls[0].partition("base64,")[2]
+    image = Image.open(io.BytesIO(base64.b64decode(encoded)))
+    assert (image.format, image.size) == ("PNG", (224, 224))
+
+
+@pytest.mark.parametrize("settings", [{"endpoint": "completions"}, {"form": "tokens"}])
+def test_images_need_chats_in_text(settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="images are parts of chats"):
+        image_chats(**settings)
+
+
+def test_the_simulator_refuses_images() -> None:
+    sessions = image_chats().sessions(1)
+    with pytest.raises(ConfigError, match="without images"):
+        list(jobs_of(sessions))

@@ -221,6 +221,7 @@ def check_pages(config: AppConfig, plan: "PagePlan | None") -> dict[str, object]
         "alpha_high": plan.policy.alpha_high,
         "alpha_low": plan.policy.alpha_low,
         "keep_share": plan.policy.retention.keep_share if plan.policy.retention else None,
+        "images": plan.policy.images.name if plan.policy.images else None,
         "window_tokens": plan.policy.window_tokens,
         "recent_format": plan.recent.format.name.upper(),
         "rotated": plan.policy.kv_rotation.rotated,
@@ -286,7 +287,7 @@ def _describe_pages(pages: dict[str, object] | None) -> str:
     )
     if pages["keep_share"] is not None:
         text += ", {keep_share:.0%} of a prompt's tokens kept, in {high_format}"
-    elif pages["low_format"] is not None:
+    elif pages["low_format"] is not None and pages["images"] is None:
         text += ", others in {high_format} or {low_format} (alpha {alpha_high:g} and {alpha_low:g})"
     return text.format_map(pages)
 

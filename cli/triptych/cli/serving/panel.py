@@ -85,6 +85,8 @@ def describe_precision(plan: AppPlan) -> Iterator[str]:
     others = policy.high_format.upper()
     if policy.retention is not None:
         others += f", {policy.retention.keep_share:.0%} of a prompt's tokens"
+    elif policy.images is not None:
+        others += f", of images by {policy.images.name}"
     elif policy.low_format is not None:
         others += f" or {policy.low_format.upper()}, by the attention that they receive"
     yield f"others in {others}"

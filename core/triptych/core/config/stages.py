@@ -133,6 +133,11 @@ MAX_METHODS = 16
 
 def check_policy(name: str) -> None:
     """Raise ConfigError unless ``name`` is a policy, and its format one that pages have."""
+    text, _, images = name.partition("/")
+    if images:
+        check_policy(text)
+        check_policy(images)
+        return
     kind, _, form = name.partition(":")
     if kind == "uniform":
         page_format(form)
@@ -168,6 +173,8 @@ class CompressorConfig:
     ``snapkv``, ``pyramidkv``, ``adakv`` and ``tova`` keep ``keep_share`` of a prompt's tokens, in
     ``high_format``; ``learned:merge``, ``learned:paper`` and ``learned:score`` use networks trained
     for the model (``learned``); ``module:object`` is a policy of your own (docs/extending.md).
+    ``<method>/<method>``, as in ``uniform:k8v4/snapkv``: the second one decides about the tokens of
+    images in a prompt.
     ``auto`` without a profile: ``uniform:k8v4``."""
 
     methods: tuple[str, ...] = ()
@@ -204,6 +211,10 @@ class CompressorConfig:
     keep_share: float = 0.5
     """Share of a prompt's tokens that retention rules keep (``snapkv``, ``h2o``, ...), with the
     first and the newest ones; requests of these methods use no cached prefixes."""
+
+    image_keep_share: float | Auto = "auto"
+    """The same for the tokens of images, where a retention rule decides about them
+    (``uniform:k8v4/snapkv``); ``auto``: ``keep_share``."""
 
     recent_window_tokens: int | Auto = "auto"
     """Newest tokens that stay in 8 bits (K8V8); ``auto`` without a profile: 64."""
@@ -247,6 +258,9 @@ class CompressorConfig:
         require(0 <= low <= high, "compressor.mass_low", low, f"0 to mass_high ({high})")
         keep = self.keep_share
         require(0 < keep <= 1, "compressor.keep_share", keep, "above 0, up to 1")
+        share = self.image_keep_share
+        expected = "above 0, up to 1"
+        require(share == "auto" or 0 < share <= 1, "compressor.image_keep_share", share, expected)
         window = self.recent_window_tokens
         require(window == "auto" or window >= 0, "compressor.recent_window_tokens", window, ">= 0")
         require(self.sink_tokens >= 0, "compressor.sink_tokens", self.sink_tokens, ">= 0")

@@ -7,7 +7,7 @@ from itertools import repeat
 from typing import Literal
 
 from triptych.core.errors import MessageError
-from triptych.core.images import ImageSpan, content_keys
+from triptych.core.images import ImageSpan, Modality, Segment, content_keys, image_segments
 
 FinishReason = Literal["stop", "length"]
 Stage = Literal["encode", "prefill", "compress", "decode"]
@@ -164,6 +164,11 @@ class Request:
         return content_keys(self.known, self.images) if self.images else self.known
 
     @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Segments of the prompt that are no text."""
+        return image_segments(self.images)
+
+    @property
     def feature_bytes(self) -> int:
         """Bytes of the features of its images."""
         return sum(image.feature_bytes for image in self.images)
@@ -246,6 +251,21 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModalityReport:
+    """What compression did with the tokens of one modality of a prompt."""
+
+    modality: Modality
+    tokens: int
+    stored_tokens: float
+    """Tokens that the request's own pages hold, the mean over head rows."""
+    raw_bytes: int
+    """As in ``CompressionReport``."""
+    stored_bytes: int
+    """Bytes of the places in pages that its tokens take; those of text are the rest of the
+    request's, places that are empty included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionReport:
     """Policy and bytes of one compressed request."""
 
@@ -259,3 +279,5 @@ class CompressionReport:
     """Bytes of shared pages of a cached prefix that the request reads."""
     lowered_tokens: int = 0
     """High tokens that became low because memory was short, per head row, rounded up."""
+    modalities: tuple[ModalityReport, ...] = ()
+    """Text and images of a prompt that has images; empty for text alone."""

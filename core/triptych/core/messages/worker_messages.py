@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from triptych.core.handles import KVHandle
+from triptych.core.images import Segment
 from triptych.core.messages.client_messages import Failed
 from triptych.core.messages.request import (
     CompressionReport,
@@ -124,6 +125,8 @@ class Layers:
     """As in ``Request``."""
     method: str = ""
     """As in ``Request``."""
+    segments: tuple[Segment, ...] = ()
+    """Those of the prompt that are no text, in order."""
 
 
 @message
@@ -169,6 +172,8 @@ class CompressItem:
     """As in ``Request``."""
     method: str = ""
     """As in ``Request``."""
+    segments: tuple[Segment, ...] = ()
+    """As in ``Layers``."""
 
 
 @message

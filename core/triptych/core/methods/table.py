@@ -8,8 +8,9 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS
 from triptych.core.methods.composition import PROVIDED, WITH_PROFILE, Method
 from triptych.core.methods.learned_files import LearnedFile, NetworkKind
+from triptych.core.methods.modalities import SEPARATOR, by_modality, parts_of_name
 from triptych.core.plugins import POLICY_NAMES
-from triptych.core.policy import KVRotation, Policy
+from triptych.core.policy import KVRotation, Policy, chosen
 from triptych.core.profile import Profile, Settings
 from triptych.core.registry import Registry
 
@@ -85,6 +86,22 @@ def offered_methods(learned: Sequence[LearnedFile] = ()) -> tuple[str, ...]:
 
 
 def _resolved(
+    config: CompressorConfig, profile: Profile | None, learned: Sequence[LearnedFile]
+) -> Policy:
+    text, images = parts_of_name(config.policy)
+    policy = _of_one_method(replace(config, policy=text), profile, learned)
+    if not images:
+        return policy
+    share = chosen(config.image_keep_share, config.keep_share)
+    config = replace(config, policy=images, keep_share=share)
+    found = by_modality(
+        f"{text}{SEPARATOR}{images}", policy, _of_one_method(config, profile, learned)
+    )
+    found.check()
+    return found
+
+
+def _of_one_method(
     config: CompressorConfig, profile: Profile | None, learned: Sequence[LearnedFile]
 ) -> Policy:
     name = config.policy

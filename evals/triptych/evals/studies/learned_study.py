@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.config import AppConfig, ModelConfig, require
+from triptych.core.images import TEXT, Segment
 from triptych.core.layout import FORMATS
 from triptych.core.methods.table import policy_of
 from triptych.evals.data.cases import Footprint
@@ -42,7 +43,7 @@ from triptych.workers.compress.learned.chunk_merger import (
     GatedMerger,
     MeanMerger,
 )
-from triptych.workers.compress.learned.chunk_plan import TEXT, Segment, plan_chunks
+from triptych.workers.compress.learned.chunk_plan import plan_chunks
 from triptych.workers.compress.learned.rope_frame import RopeFrame
 from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import ModelFacts, describe

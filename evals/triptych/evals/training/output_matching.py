@@ -6,10 +6,11 @@
 import torch
 from torch import Tensor
 
+from triptych.core.images import TEXT, Segment
 from triptych.evals.methods.replaced_cache import ReplacedCache
 from triptych.evals.training.captures import Capture
 from triptych.workers.compress.learned.chunk_merger import Merger
-from triptych.workers.compress.learned.chunk_plan import TEXT, Segment, plan_chunks
+from triptych.workers.compress.learned.chunk_plan import plan_chunks
 from triptych.workers.compress.learned.merge_requests import RequestCache, merge_requests
 from triptych.workers.compress.learned.rope_frame import RopeFrame
 

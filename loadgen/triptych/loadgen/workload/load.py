@@ -60,7 +60,11 @@ class Load:
         """A single request of mean length, for warm-up and calibration."""
         prompt = min(self.prompt_tokens, self.max_prompt_tokens or self.prompt_tokens)
         output = min(self.output_tokens, self.max_output_tokens or self.output_tokens)
-        return Turn((Segment(f"single{index}", prompt),), output)
+        found = Turn((Segment(f"single{index}", prompt),), output)
+        shape = None if self.trace else shape_named(self.shape)
+        if shape is None or not shape.has_images:
+            return found
+        return replace(found, images=(f"single{index}/image",))
 
     def _endless(self, scope: int) -> Iterator[Session]:
         if self.trace:

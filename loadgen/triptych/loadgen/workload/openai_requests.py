@@ -1,11 +1,22 @@
 """Request bodies for OpenAI-compatible servers, with prompts of exact length."""
 
+import base64
+import io
 import random
 from dataclasses import dataclass
 from typing import Literal
 
+from PIL import Image
+
+from triptych.core.config import require
 from triptych.loadgen.workload.load import Load
+from triptych.loadgen.workload.shapes import SHAPES
 from triptych.loadgen.workload.turns import Segment, Turn
+
+IMAGE_SIDE = 224
+"""Pixels of a generated image in each direction."""
+SQUARES = 8
+"""Squares of one colour in each direction of it."""
 
 PromptForm = Literal["tokens", "text"]
 Endpoint = Literal["completions", "chat"]
@@ -52,9 +63,37 @@ class Workload(Load):
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         prompt = self._ids(turn) if self.form == "tokens" else self._text(turn)
+        if turn.images:
+            return shared | {"messages": [{"role": "user", "content": self._parts(turn)}]}
         if self.endpoint == "chat":
             return shared | {"messages": [{"role": "user", "content": prompt}]}
         return shared | {"prompt": prompt}
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError if a workload with images is no chat in text"""
+        if self.shape in SHAPES and SHAPES[self.shape].has_images:
+            found = f"{self.endpoint}, {self.form}"
+            expected = f"chat and text with the workload {self.shape}: images are parts of chats"
+            is_chat = (self.endpoint, self.form) == ("chat", "text")
+            require(is_chat, "--endpoint, --prompts", found, expected)
+
+    def _parts(self, turn: Turn) -> list[dict[str, object]]:
+        """Content of a chat: an image behind each piece of the text."""
+        words, count = self._text(turn).split(), len(turn.images)
+        parts = list[dict[str, object]]()
+        for number, key in enumerate(turn.images):
+            piece = words[number * len(words) // count : (number + 1) * len(words) // count]
+            parts.append({"type": "text", "text": " ".join(piece)})
+            parts.append({"type": "image_url", "image_url": {"url": self._image(key)}})
+        return parts
+
+    def _image(self, key: str) -> str:
+        """A data URI of squares of random colours."""
+        source = random.Random(f"{self.seed}/{key}")
+        small = Image.frombytes("RGB", (SQUARES, SQUARES), source.randbytes(3 * SQUARES**2))
+        buffer = io.BytesIO()
+        small.resize((IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.NEAREST).save(buffer, "PNG")
+        return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
     def _ids(self, turn: Turn) -> list[int]:
         low = min(1000, self.vocab_size // 2)  # special tokens and bytes have the lowest ids

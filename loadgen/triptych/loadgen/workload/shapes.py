@@ -1,7 +1,7 @@
 """Workloads: lengths of prompts and answers, shared prefixes, turns and pauses."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import log
 from random import Random
@@ -22,6 +22,7 @@ AGENT_STEPS = (3, 8)
 PREFIXES = 8
 MANY_PREFIXES = 200
 PREFIX_SHARE = 0.75
+IMAGES = 15
 
 ZIPF_EXPONENT, ZIPF_LIMIT = 1.1, 1024
 """Of the lengths that BurstGPT's own generator draws."""
@@ -50,6 +51,8 @@ class Shape:
     make: Make
     means: Means
     burstiness: float = POISSON
+    has_images: bool = False
+    """Whether its turns have images: then they are chats in text."""
 
 
 def uniform(_rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
@@ -154,6 +157,16 @@ def agents(rng: Random, name: str, scope: str, means: Means) -> tuple[Turn, ...]
     return tuple(turns)
 
 
+def image_chat(rng: Random, name: str, _scope: str, means: Means) -> tuple[Turn, ...]:
+    """Fifteen images, each its own, and text between them; ``--prompt-tokens`` is that of the text.
+
+    Source: MileBench, as FastCache describes it (section 4): a mean of 15.2 images and 422.3 words
+    """
+    images = tuple(f"{name}/image{number}" for number in range(IMAGES))
+    turn = Turn((Segment(name, means.prompt_tokens),), _length(rng, means.output_tokens, SPREAD))
+    return (replace(turn, images=images),)
+
+
 SHAPES: dict[str, Shape] = {
     "uniform": Shape(uniform, Means(512, 64, 0.0)),
     "mixed": Shape(mixed, Means(256, 64, 0.0)),
@@ -164,6 +177,7 @@ SHAPES: dict[str, Shape] = {
     "many-prefixes": Shape(many_prefixes, Means(1024, 16, 0.0)),
     "agents": Shape(agents, Means(128, 48, 1.0)),
     "long-document": Shape(similar, Means(2048, 32, 0.0)),
+    "image-chat": Shape(image_chat, Means(422, 64, 0.0), has_images=True),
     "reasoning": Shape(reasoning, Means(1016, 1400, 0.0)),
 }
 

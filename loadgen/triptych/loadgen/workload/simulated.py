@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from triptych.core import messages as core
+from triptych.core.errors import ConfigError
 from triptych.loadgen.report.stats import Figures, Slo, distribution, goodput_per_gb, percentile
 from triptych.loadgen.workload.turns import Session
 from triptych.simulator import Job, Outcome, Trial
@@ -17,8 +18,12 @@ def jobs_of(
 
     ``total_tokens``: requests set no ``max_tokens``, so the server allows as many as a context of
     this length has left. None: ``max_tokens`` is the length of the answer.
+
+    Raises: ConfigError if a request has images
     """
     for number, session in enumerate(sessions):
+        if any(one.images for one in session.turns):
+            raise ConfigError("the simulator has no encode stage: choose a workload without images")
         yield tuple(
             Job(
                 id=f"{number}.{turn}",

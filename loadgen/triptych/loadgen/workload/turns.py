@@ -20,6 +20,8 @@ class Turn:
     output_tokens: int
     pause_s: float = 0.0
     """Pause after the end of the previous turn, such as think time or a tool call."""
+    images: tuple[str, ...] = ()
+    """Keys of its images, which stand between pieces of its text. Equal keys give equal images."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -34,7 +36,8 @@ class Turn:
                 kept.append(replace(segment, tokens=min(segment.tokens, left)))
                 left -= segment.tokens
         most = self.output_tokens if output_tokens is None else output_tokens
-        return Turn(tuple(kept), min(self.output_tokens, most), self.pause_s)
+        output = min(self.output_tokens, most)
+        return replace(self, segments=tuple(kept), output_tokens=output)
 
 
 @dataclass(frozen=True, slots=True)

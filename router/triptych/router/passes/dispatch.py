@@ -210,6 +210,7 @@ class Dispatch:
             prefix=self._prefix(entry),
             floor=entry.request.floor,
             method=entry.request.method,
+            segments=entry.request.segments,
         )
         self.cluster.outbox.compress(address, item)
         self.cluster.requests.move(entry, State.COMPRESSING, now)

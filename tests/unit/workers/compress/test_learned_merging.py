@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
+from triptych.core.images import Segment
 from triptych.core.layout import Geometry
 from triptych.workers.compress.learned.chunk_merger import (
     BestTokenMerger,
@@ -17,7 +18,7 @@ from triptych.workers.compress.learned.chunk_merger import (
     Merger,
     PaperMerger,
 )
-from triptych.workers.compress.learned.chunk_plan import Segment, plan_chunks
+from triptych.workers.compress.learned.chunk_plan import plan_chunks
 from triptych.workers.compress.learned.merge_requests import (
     MergedCache,
     RequestCache,

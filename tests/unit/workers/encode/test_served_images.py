@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_vision import Reference, random_images, save_tiny_vision_model
+from tests.tiny_vision import (
+    Reference,
+    random_images,
+    save_tiny_idefics3,
+    save_tiny_vision_model,
+)
 from triptych.core.config import AppConfig
 from triptych.core.images import Image
 from triptych.core.messages import Sampling
@@ -22,9 +27,9 @@ CASES = [
 GREEDY = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_vision_model(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=[save_tiny_vision_model, save_tiny_idefics3])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return request.param(tmp_path_factory.mktemp("vision"))
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +107,18 @@ def test_text_with_an_image_token_of_its_own_is_text_alone(
     """A prompt of token ids may name it; without images it is a token as any other."""
     (answer,) = ask(server, reference, [("a<image>b", [])])
     assert answer.finish == "length"
+
+
+def test_usage_tells_tokens_and_bytes_by_modality(
+    server: LocalServer, reference: Reference
+) -> None:
+    (answer,) = ask(server, reference, [("some text <image><image> and more", [0, 1])])
+    assert answer.report is not None
+    text, image = answer.report.modalities
+    assert (image.modality, image.tokens, image.stored_tokens) == ("image", 32, 32)
+    assert text.tokens == text.stored_tokens
+    assert text.raw_bytes + image.raw_bytes == answer.report.raw_bytes
+    assert text.stored_bytes + image.stored_bytes == answer.report.stored_bytes
+    (plain,) = ask(server, reference, [("text alone", [])])
+    assert plain.report is not None
+    assert not plain.report.modalities

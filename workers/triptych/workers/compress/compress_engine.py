@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import KVHandle, LeaseRef
+from triptych.core.images import TEXT, all_segments
 from triptych.core.layout import PageLayout
 from triptych.core.messages import (
     ROUTER,
@@ -36,17 +36,18 @@ from triptych.core.messages import (
 )
 from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.pages import PagePlan
-from triptych.core.policy import Policy
-from triptych.kernels import Section, mass_limits, move_tokens, plan_tokens, significance_of
+from triptych.kernels import Section, move_tokens, plan_tokens
 from triptych.kernels.compact.reference import HIGH, LOW
 from triptych.kernels.pages import segments
 from triptych.kernels.prefill.significance import ALWAYS_HIGH
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.compress.attention_predictor import AttentionPredictor
 from triptych.workers.compress.job import ClassPlan, EarlyEncode, Job, LayerGroup, split_by_class
+from triptych.workers.compress.learned.chunk_plan import chunk_starts
+from triptych.workers.compress.modality_report import modality_reports
 from triptych.workers.compress.prompt_merger import MergedPrompt, PromptMerger
 from triptych.workers.compress.raw_tokens import RawTokens
-from triptych.workers.compress.retention import retained
+from triptych.workers.compress.token_judge import TokenJudge
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import Run, make_handle, pages_of, pool_pages, unpack_run
@@ -88,6 +89,7 @@ class CompressEngine:
 
     def __post_init__(self) -> None:
         self._memory = DevicePages.in_place(self.pool.arena, self.device)
+        self._judge = TokenJudge(self._memory, self.plan.raw)
         plans = self.plan.by_method.values()
         self._mergers = {
             plan.policy.merger: PromptMerger(plan, self.device)
@@ -209,7 +211,7 @@ class CompressEngine:
         """Publish whole blocks of a prompt; with a prefix cache, all layers arrive at once."""
         plan = prefixes.plan
         judged = plan.policy.needs_significance and not plan.rounds_prompts
-        significance = self._significance(raw, tokens) if judged else None
+        significance = self._judge.significance(raw, tokens) if judged else None
         prefixes.publish(prefix, RawPages(self._memory, plan, raw, significance))
 
     # ---------------------------------------------------------------- plan
@@ -229,6 +231,7 @@ class CompressEngine:
             self._unannounced.append(message)
             return []
         job.tokens, job.floor = message.handle.tokens, message.floor
+        job.segments = message.segments
         try:
             job.plan = self.plan.of_method(message.method)
             if job.rows != message.first * self.plan.geometry.kv_heads:
@@ -251,6 +254,7 @@ class CompressEngine:
             return []
         job = self._open.setdefault(item.request, Job(item.request, self.plan))
         job.tokens, job.floor = item.handle.tokens, item.floor
+        job.segments = item.segments
         try:
             job.plan = self.plan.of_method(item.method)
             self._plan(job, item, every - job.rows)
@@ -346,21 +350,14 @@ class CompressEngine:
         """
         policy, raw, tokens = job.plan.policy, group.raw, job.tokens
         if policy.merger is not None and job.floor == "low":
-            return [self._recent_class(group, job), self._merged_class(group, job.plan)]
+            return [self._recent_class(group, job), self._merged_class(group, job)]
         rows, there = len(raw), self.device.name
         first, end = group.leaving.start, group.leaving.stop
         every = np.arange(first, end, dtype=np.int32)
         own = every[(every < fixed.start) | (every >= fixed.stop)]
         is_judged = first < end and job.floor == "low"
-        if policy.retention is not None and is_judged:
-            kept = retained(self._memory, job.plan, raw, tokens, job.rows_before(group), own)
-            scores = kept[:, self.device.put(own).long()].float()
-            high = low = torch.full((rows,), 0.5, device=there)
-        elif policy.classifies_tokens and is_judged:
-            significance = self._significance(raw, tokens)
-            judged = slice(max(0, first - rounded), max(0, end - rounded))
-            high, low = _limits(policy, significance[:, rounded:], judged, tokens)
-            scores = significance[:, self.device.put(own).long()]
+        if is_judged:
+            scores, high, low = self._judge.judge(job, group, own, rounded)
         else:
             scores = torch.zeros(rows, own.size, device=there)
             high, low = torch.zeros(2, rows, device=there)
@@ -369,6 +366,8 @@ class CompressEngine:
             "first": int(np.count_nonzero(own < rounded)),
             "window": int(np.count_nonzero(own >= tokens - policy.high_window_tokens)),
         }
+        if policy.images is not None:
+            always["window"] = 0  # each modality has its own
         classes, ranks, counts = plan_tokens(scores, lengths, high, low, **always)
         low_pays = _low_pays(job.plan, counts.T.contiguous().cpu().numpy())
         if not low_pays.all():
@@ -386,21 +385,33 @@ class CompressEngine:
             ),
         ]
 
-    def _merged_class(self, group: LayerGroup, plan: PagePlan) -> ClassPlan:
-        """The merged tokens: as many in each head row."""
-        rows, there = len(group.raw), self.device.name
-        counts: Ids = np.full(rows, plan.encoded_tokens(len(group.leaving)), np.int32)
-        none = torch.empty(0, dtype=torch.int32, device=there)
-        return ClassPlan(plan.high, none, none.expand(rows, 0), counts, is_merged=True)
+    def _merged_class(self, group: LayerGroup, job: Job) -> ClassPlan:
+        """The merged tokens, and those that no chunk of text has: as many in each head row.
 
-    def _significance(self, raw: Ids, tokens: int) -> Tensor:
-        """Mean attention of each token from itself and all later ones, [head rows, tokens].
-
-        Prefill left each KV head's sums in the score segment of the raw pages.
+        A chunk never crosses the border of an image.
         """
-        scores = segments(self._memory.near, self.plan.raw).scores
-        kept = scores[self.device.put(raw).long()]
-        return significance_of(kept.flatten(1), tokens, len(raw))
+        rows, chunk, put = len(group.raw), job.plan.policy.merged_tokens, self.device.put
+        first, end = group.leaving.start, group.leaving.stop
+        starts = np.array(
+            [
+                start
+                for segment in all_segments(job.segments, job.tokens)
+                if segment.modality == TEXT
+                for start in chunk_starts(segment, chunk, first, end)
+            ],
+            np.int64,
+        )
+        inside = (starts[:, None] + np.arange(chunk)).ravel()
+        others = np.setdiff1d(np.arange(first, end), inside).astype(np.int32)
+        places = np.arange(starts.size, starts.size + others.size, dtype=np.int32)
+        counts: Ids = np.full(rows, starts.size + others.size, np.int32)
+        return ClassPlan(
+            job.plan.high,
+            put(others),
+            put(places).expand(rows, others.size),
+            counts,
+            merged=put(starts),
+        )
 
     # ---------------------------------------------------------------- encode
 
@@ -408,9 +419,9 @@ class CompressEngine:
         merged = dict[LearnedFile, list[MergedPrompt]]()
         for job, group, ids in zip(jobs, groups, encoded, strict=True):
             for plan, own in zip(group.classes, ids, strict=True):
-                if plan.is_merged and own.size and job.plan.policy.merger is not None:
+                if plan.merged is not None and own.size and job.plan.policy.merger is not None:
                     into = self.device.put(own).view(len(group.raw), -1)
-                    prompt = MergedPrompt(self._raw(group.raw), job.tokens, group.leaving, into)
+                    prompt = MergedPrompt(self._raw(group.raw), job.tokens, plan.merged, into)
                     merged.setdefault(job.plan.policy.merger, []).append(prompt)
         for file, prompts in merged.items():
             self._mergers[file].merge(prompts)
@@ -418,7 +429,7 @@ class CompressEngine:
             if job.plan.merges:
                 self._clear_scores(group)
             for plan, own in zip(group.classes, ids, strict=True):
-                if own.size and not plan.is_merged:
+                if own.size and plan.tokens.numel():
                     self._encode_class(group, plan, own)
         self.device.wait()
 
@@ -486,6 +497,7 @@ class CompressEngine:
             raw_bytes=self.plan.raw_bytes(job.tokens),
             stored_bytes=job.total_pages * self.plan.page_bytes,
             shared_bytes=lease_ref.shared * self.plan.page_bytes,
+            modalities=modality_reports(job, self.plan) if job.segments else (),
         )
         handle = make_handle(lease_ref, runs, job.tokens, fixed)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
@@ -501,17 +513,6 @@ def _low_pays(plan: PagePlan, counts: Ids) -> NDArray[np.bool_]:
     high, low = pages_of(counts[0], plan.high), pages_of(counts[1], plan.low)
     all_high = pages_of(counts[0] + counts[1], plan.high)
     return np.less(high + low, all_high) | np.equal(low, 0)
-
-
-def _limits(policy: Policy, scores: Tensor, leaving: slice, tokens: int) -> tuple[Tensor, Tensor]:
-    """Significance thresholds of the high and the low class: [head rows] each."""
-    if policy.mass_high > 0:
-        total, leave = scores.sum(1), scores[:, leaving]
-        high = mass_limits(leave, total, policy.mass_high)
-        return high, mass_limits(leave, total, policy.mass_low)
-    alphas = policy.alpha_high, policy.alpha_low
-    high, low = (scores.new_full((len(scores),), min(1.0, a / tokens)) for a in alphas)
-    return high, low
 
 
 def rows_of(handle: KVHandle) -> int:

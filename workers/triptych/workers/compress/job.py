@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.handles import LeaseRef
+from triptych.core.images import Segment
 from triptych.core.layout import PageLayout
 from triptych.core.messages import Floor, Layers, LayersEncoded, Send
 from triptych.core.pages import PagePlan
@@ -33,8 +34,10 @@ class ClassPlan:
     """Tokens of each head row."""
     is_fixed: bool = False
     """Whether its pages are never written again: whole blocks of a prompt."""
-    is_merged: bool = False
-    """Whether each of its tokens is made of several: ``tokens`` and ``places`` are empty."""
+    merged: Tensor | None = None
+    """First positions of the chunks of tokens that are merged, int64: each gives one token, in the
+    first places of each row. ``tokens`` are the others, which are stored as they are. None: the
+    class has no merged tokens."""
 
     @property
     def pages(self) -> Ids:
@@ -96,10 +99,20 @@ class Job:
     tokens: int = 0
     """Tokens of the sequence; 0 before its first layers arrive."""
     floor: Floor = "low"
+    segments: tuple[Segment, ...] = ()
+    """Segments of the prompt that are no text."""
     groups: list[LayerGroup] = field(default_factory=list[LayerGroup])
     """From the first layer on. All but the last are encoded when they arrive."""
     shared: SharedPrefix | None = None
     """Pages of a cached prefix that the request shares."""
+
+    @property
+    def is_image(self) -> NDArray[np.bool_]:
+        """Which tokens of the sequence are of images."""
+        found = np.zeros(self.tokens, np.bool_)
+        for segment in self.segments:
+            found[segment.start : segment.end] = True
+        return found
 
     @property
     def rows(self) -> int:

@@ -35,8 +35,8 @@ class MergedPrompt:
     raw: RawTokens
     tokens: int
     """Length of the prompt."""
-    leaving: range
-    """Positions of the tokens that are merged: whole chunks."""
+    starts: Tensor
+    """First position of each chunk that is merged, ascending: int64 [chunks]."""
     pages: Tensor
     """int32 [head rows, pages of a row]."""
 
@@ -62,16 +62,12 @@ class PromptMerger:
         return self._layout
 
     def merge(self, prompts: Sequence[MergedPrompt]) -> None:
-        """Write the merged tokens of prompts into their pages.
+        """Write the merged tokens of prompts into their pages, from the first place on.
 
         Source: FastCache, section 3.2 (batches are compressed without attention scores); keys in
                 the frame of their chunk are ours (``rope_frame``)
         """
-        todo = [
-            (prompt, index)
-            for prompt in prompts
-            for index in range(len(prompt.leaving) // self._chunk)
-        ]
+        todo = [(prompt, index) for prompt in prompts for index in range(len(prompt.starts))]
         for first in range(0, len(todo), TILE_CHUNKS):
             self._merge_tile(todo[first : first + TILE_CHUNKS])
 
@@ -99,8 +95,8 @@ class PromptMerger:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values [L, KH, C, k, d], log significance [L, KH, C, k], middles (C,)."""
         k = self._chunk
-        first = prompt.leaving.start + indices.start * k
-        positions = torch.arange(first, first + len(indices) * k, device=prompt.raw.pages.device)
+        starts = prompt.starts[indices.start : indices.stop]
+        positions = (starts[:, None] + torch.arange(k, device=starts.device)).flatten()
         keys, values, sums = prompt.raw.read(positions)
         keys, values = self._coordinates.of_stored(keys, values)
         if self._is_pooled_by_attention:
@@ -109,7 +105,7 @@ class PromptMerger:
             logs = torch.zeros_like(sums)
         found = (part.unflatten(2, (-1, k)) for part in (keys, values, logs))
         keys, values, logs = found
-        return keys, values, logs, anchors(positions[::k], k)
+        return keys, values, logs, anchors(starts, k)
 
     def _store(
         self, prompt: MergedPrompt, indices: range, keys: Tensor, values: Tensor, bias: Tensor
@@ -117,7 +113,7 @@ class PromptMerger:
         """Store merged tokens [C, head rows, d] at the positions of their newest members."""
         layout, there = self._layout, prompt.raw.pages.device
         token = torch.arange(indices.start, indices.stop, dtype=torch.int32, device=there)
-        newest = prompt.leaving.start + (token + 1) * self._chunk - 1
+        newest = prompt.starts[indices.start : indices.stop] + self._chunk - 1
         pages = prompt.pages[:, (token // layout.tokens).long()].T.contiguous()
         rows = (token % layout.tokens)[:, None].expand_as(pages)
         store_tokens(prompt.raw.arena, layout, keys, values, pages, rows, newest.int(), bias)

@@ -1,11 +1,14 @@
 """Retention rules on the raw pages of a prompt: which tokens its policy keeps."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.pages import PagePlan
+from triptych.core.policy import Retention
 from triptych.kernels import load_tokens
 from triptych.kernels.pages import segments
 from triptych.kernels.retain import BUDGETS, SCORES, ObservedPrompt
@@ -16,16 +19,23 @@ Ids = NDArray[np.int32]
 
 
 def retained(
-    memory: DevicePages, plan: PagePlan, raw: Ids, tokens: int, rows_before: int, competing: Ids
+    memory: DevicePages,
+    plan: PagePlan,
+    rule: Retention,
+    raw: Ids,
+    tokens: int,
+    rows_before: int,
+    concerned: Ids,
+    competing: Ids,
 ) -> Tensor:
     """The tokens that each head row keeps, bool [head rows, tokens].
 
     ``raw``: raw pages of whole layers, [head rows, pages]; ``rows_before``: head rows of the layers
-    in front of them; ``competing``: positions of the tokens about which the rule decides. The
-    others are kept anyway and count towards the budget.
+    in front of them; ``concerned``: positions of the tokens of which a share is kept: all, or those
+    of one modality; ``competing``: positions of those about which the rule decides. The others are
+    kept anyway, and count towards the budget if they are concerned.
     """
-    rule, kv_heads = plan.policy.retention, plan.geometry.kv_heads
-    assert rule is not None
+    kv_heads = plan.geometry.kv_heads
     layers = range(rows_before // kv_heads, (rows_before + len(raw)) // kv_heads)
     there = memory.device
     scores = segments(memory.near, plan.raw).scores[there.put(raw).long()]
@@ -36,12 +46,16 @@ def retained(
         model_layers=plan.geometry.layers,
         attention=scores.flatten(1)[:, :tokens].reshape(len(layers), kv_heads, tokens),
         key_norms=lambda: _key_norms(memory, plan, raw, tokens, layers),
-        kept=round(rule.keep_share * tokens),
+        kept=round(rule.keep_share * concerned.size),
     )
     always = torch.ones(tokens, dtype=torch.bool, device=there.name)
     always[there.put(competing).long()] = False
     found = SCORES[rule.score](prompt).masked_fill(always, float("inf"))
-    return BUDGETS[rule.budget](found, prompt).reshape(len(raw), tokens)
+    at = there.put(concerned).long()
+    of_these = BUDGETS[rule.budget](found[..., at], replace(prompt, tokens=concerned.size))
+    kept = torch.ones_like(found, dtype=torch.bool)
+    kept[..., at] = of_these
+    return kept.reshape(len(raw), tokens)
 
 
 def _key_norms(memory: DevicePages, plan: PagePlan, raw: Ids, tokens: int, layers: range) -> Tensor:

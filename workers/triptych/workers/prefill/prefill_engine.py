@@ -408,7 +408,7 @@ class PrefillEngine:
         if prompt.attention is None:
             return
         geometry, per_page = self.plan.geometry, self.plan.raw.tokens
-        merge = largest_sums if prompt.plan.policy.retention is None else mean_sums
+        merge = largest_sums if prompt.plan.policy.observing_rule is None else mean_sums
         sums = merge(prompt.attention, geometry.kv_heads)
         sums = F.pad(sums, (prompt.rounded.stop, 0), value=ALWAYS_HIGH)
         padded = F.pad(sums, (0, -prompt.request.known_tokens % per_page))
@@ -473,6 +473,7 @@ class PrefillEngine:
             reader=layerwise.reader,
             floor=prompt.request.floor,
             method=prompt.request.method,
+            segments=prompt.request.segments,
         )
         return Send(layerwise.encoder, layers)
 

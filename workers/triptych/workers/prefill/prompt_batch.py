@@ -79,7 +79,7 @@ class Prompt:
     def first_observed(self) -> int:
         """The first query whose attention counts: that to rounded tokens decides nothing, and some
         methods need the last queries alone."""
-        rule = self.plan.policy.retention
+        rule = self.plan.policy.observing_rule
         if rule is None or not rule.last_queries:
             return self.rounded.stop
         return max(0, self.request.known_tokens - rule.last_queries)
@@ -152,7 +152,7 @@ class PrefillChunk:
         Only methods that need the last queries alone divide it. Their part is a sequence of its
         own, which reads the part before it in pages, as a later chunk would.
         """
-        first, rule = self.prompt.first_observed, self.prompt.plan.policy.retention
+        first, rule = self.prompt.first_observed, self.prompt.plan.policy.observing_rule
         if rule is None or not rule.last_queries or not self.start < first < self.end:
             return [self]
         before = replace(self, tokens=first - self.start)

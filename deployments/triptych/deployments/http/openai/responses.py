@@ -130,7 +130,25 @@ def _compression(choices: Sequence[Choice]) -> Json:
         "floor": choices[0].floor,
         "lowered_tokens": sum(report.lowered_tokens for report in reports),
     }
-    return result | {"shared_bytes": shared} if shared else result
+    if shared:
+        result["shared_bytes"] = shared
+    if reports[0].modalities:
+        result["modalities"] = _modalities(reports)
+    return result
+
+
+def _modalities(reports: Sequence[CompressionReport]) -> Json:
+    """Tokens and bytes by modality, added up over all choices."""
+    columns = zip(*(report.modalities for report in reports), strict=True)
+    return {
+        same[0].modality: {
+            "tokens": sum(one.tokens for one in same),
+            "stored_tokens": round(sum(one.stored_tokens for one in same), 2),
+            "raw_bytes": sum(one.raw_bytes for one in same),
+            "stored_bytes": sum(one.stored_bytes for one in same),
+        }
+        for same in columns
+    }
 
 
 def _cached_tokens(choices: Sequence[Choice], choices_each: int) -> int:

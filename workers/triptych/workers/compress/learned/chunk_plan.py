@@ -8,20 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from triptych.core.config import require
+from triptych.core.images import TEXT, Segment
 
-TEXT = "text"
 SINK_TOKENS = 4
 WINDOW_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Consecutive tokens of one modality, such as a text between two images, or a row of one."""
-
-    modality: str
-    start: int
-    end: int
-    """After the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +31,14 @@ class ChunkPlan:
     def merged_tokens(self) -> int:
         """Tokens after merging."""
         return len(self.kept) + sum(len(starts) for starts in self.chunks.values())
+
+
+def chunk_starts(
+    segment: Segment, chunk_tokens: int, first: int, last: int, offset: int = 0
+) -> range:
+    """First positions of the whole chunks of a segment between ``first`` and ``last``."""
+    start = max(segment.start, first) + offset
+    return range(start, min(segment.end, last) - chunk_tokens + 1, chunk_tokens)
 
 
 def plan_chunks(
@@ -74,10 +72,8 @@ def plan_chunks(
     chunks: dict[str, tuple[int, ...]] = {}
     for segment in segments:
         if segment.modality in modalities:
-            start = max(segment.start, first) + offset
-            stop = min(segment.end, last) - chunk_tokens + 1
-            found = tuple(range(start, stop, chunk_tokens))
-            chunks[segment.modality] = chunks.get(segment.modality, ()) + found
+            found = chunk_starts(segment, chunk_tokens, first, last, offset)
+            chunks[segment.modality] = chunks.get(segment.modality, ()) + tuple(found)
     merged = {
         start + i for starts in chunks.values() for start in starts for i in range(chunk_tokens)
     }

@@ -17,9 +17,12 @@ from triptych.core.images import Image, ImageLayout
 from triptych.workers.models.pretrained import read_config, readable
 from triptych.workers.models.vision.vision_traits import VisionTraits
 
-FAMILIES = ("llava",)
-"""Model types whose images are read. Each image stands for a fixed number of tokens there, and all
-tokens attend to those before them alone."""
+FAMILIES = ("llava", "idefics3")
+"""Model types whose images are read. Each image stands for a fixed number of tokens there (of
+Idefics3 if its processor does not split images), and all tokens attend to those before them alone.
+"""
+GRID = ("rows", "cols")
+"""What a processor tells about split images; towers do not read it."""
 PROBES = ((48, 64), (200, 90))
 """Sizes of images that are processed to see what stands for them."""
 FEATURE_ITEM_BYTES = 4
@@ -48,7 +51,8 @@ class VisionProcessor:
             for one in images
         ]
         made = self.processor.image_processor(images=given, return_tensors="pt")
-        return cast("Mapping[str, Tensor]", dict(made))
+        found = cast("Mapping[str, Tensor]", dict(made))
+        return {name: value for name, value in found.items() if name not in GRID}
 
     def tokens_of(self, width: int, height: int) -> list[int]:
         """The tokens that stand for an image of some size."""

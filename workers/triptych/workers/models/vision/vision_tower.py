@@ -19,6 +19,9 @@ from triptych.workers.models.pretrained import no_progress_bar, read_config, rea
 from triptych.workers.models.vision.vision_processor import VisionProcessor
 from triptych.workers.models.vision.vision_traits import describe_vision
 
+TEXT_PARTS = ("language_model", "text_model")
+"""Names of a model's layers that read text."""
+
 
 @dataclass(frozen=True)
 class VisionTower:
@@ -68,6 +71,11 @@ class VisionTower:
             return rows.reshape(shape).float().cpu()
 
 
+def _text_part_of(model: nn.Module) -> str:
+    """Name of the layers that read text."""
+    return next(name for name in TEXT_PARTS if hasattr(model, name))
+
+
 def _without_text(path: Path, dtype: DType) -> nn.Module:
     """A checkpoint without the layers that read text."""
     config = read_config(path)
@@ -88,6 +96,6 @@ def _without_text(path: Path, dtype: DType) -> nn.Module:
         model, report = cast("tuple[Any, dict[str, set[str]]]", loaded)
         if missing := sorted(report["missing_keys"]):
             raise ModelError(f"{path}: weights are missing: {missing[:5]}")
-        model.model.language_model = nn.Identity()
+        setattr(model.model, _text_part_of(model.model), nn.Identity())
         model.lm_head = nn.Identity()
         return model.eval().requires_grad_(False)

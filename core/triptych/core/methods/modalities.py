@@ -1,0 +1,75 @@
+"""Methods with a part for images, ``<text method>/<image method>``: ``uniform:k8v4/snapkv``.
+
+Both parts store tokens in the formats of one request, which are those of its method: the text
+method's high format, and one format below it.
+"""
+
+from dataclasses import replace
+
+from triptych.core.errors import ConfigError
+from triptych.core.policy import Policy
+
+SEPARATOR = "/"
+
+
+def parts_of_name(name: str) -> tuple[str, str]:
+    """Names of the text method and of the image method; the latter is empty if there is none.
+
+    >>> parts_of_name("diffkv/uniform:k4v2"), parts_of_name("diffkv")
+    (('diffkv', 'uniform:k4v2'), ('diffkv', ''))
+    """
+    text, _, images = name.partition(SEPARATOR)
+    return text, images
+
+
+def by_modality(name: str, text: Policy, images: Policy) -> Policy:
+    """The policy that treats text by one policy and image tokens by another.
+
+    Raises: ConfigError naming what the two cannot share
+    """
+    for policy, of in ((text, "text"), (images, "images")):
+        if not policy.is_quantized:
+            _refuse(
+                name, f"16-bit pages of prefill are not compressed ({of}): name a quantized one"
+            )
+        if policy.merger is not None:
+            _refuse(name, f"a method that merges tokens has no second part ({of})")
+    if text.kv_rotation != images.kv_rotation:
+        _refuse(name, "the two store keys in different coordinates (compressor.kv_rotation)")
+    read = [_scores_of(policy) for policy in (text, images) if _reads_scores(policy)]
+    if len(read) == 2 and read[0] != read[1]:
+        _refuse(
+            name,
+            "a token has one score: attention from all queries, from the last ones of the prompt, "
+            "or predicted; name two methods that need the same, or one that needs none",
+        )
+    low = text.low_format or images.low_format
+    if images.high_format != text.high_format:
+        low = low or images.high_format
+    formats = [text.high_format, low]
+    for form in (images.high_format, images.low_format):
+        if form is not None and form not in formats:
+            _refuse(
+                name,
+                f"images in {form}, and text in {' and '.join(filter(None, formats))}: a request "
+                "has two formats; set compressor.high_format or compressor.low_format to it",
+            )
+    if not images.classifies_tokens:
+        images = replace(images, high_window_tokens=0)
+    return replace(
+        text, name=name, low_format=low, images=images, scorer=text.scorer or images.scorer
+    )
+
+
+def _reads_scores(policy: Policy) -> bool:
+    return policy.needs_significance or policy.observing_rule is not None
+
+
+def _scores_of(policy: Policy) -> tuple[object, ...]:
+    """What the scores of tokens are that a policy reads."""
+    rule = policy.observing_rule
+    return (policy.scorer, rule and rule.last_queries)
+
+
+def _refuse(name: str, reason: str) -> None:
+    raise ConfigError(f"compressor.methods: {name!r}: {reason}")

@@ -1,4 +1,4 @@
-"""Requests of four compression methods at once, while a compressor and a decode worker die."""
+"""Requests of several compression methods at once, while a compressor and a decode worker die."""
 
 import asyncio
 import random
@@ -12,29 +12,33 @@ from tests.tiny import save_tiny_model
 from triptych.core.messages import Request, Sampling
 
 METHODS = ("uniform:k8v4", "learned:merge", "uniform:fp16")
+CODECS = ("kvarn", "fp8", "uniform:k8v2")
 CLIENTS, ANSWER_TOKENS = 16, 60
 
 
-def request(number: int) -> Request:
+def request(number: int, methods: tuple[str, ...]) -> Request:
     prompt = tuple(random.Random(number).choices(range(2, 250), k=20 + 9 * number))
     sampling = Sampling(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
-    method = ("", *METHODS)[number % 4]
+    method = ("", *methods)[number % 4]
     return Request(id="", prompt=prompt, sampling=sampling, reply_to="", method=method)
 
 
-async def crowd(cluster: Cluster) -> list[Answer]:
-    return await asyncio.gather(*(cluster.answer(request(n)) for n in range(CLIENTS)))
+async def crowd(cluster: Cluster, methods: tuple[str, ...]) -> list[Answer]:
+    return await asyncio.gather(*(cluster.answer(request(n, methods)) for n in range(CLIENTS)))
 
 
 @pytest.mark.timeout(240)
-async def test_no_answer_is_lost_or_wrong_and_no_page_is_held(tmp_path: Path) -> None:
+@pytest.mark.parametrize("methods", [METHODS, CODECS], ids=["methods", "codecs"])
+async def test_no_answer_is_lost_or_wrong_and_no_page_is_held(
+    tmp_path: Path, methods: tuple[str, ...]
+) -> None:
     model = save_tiny_model(tmp_path / "tiny")
     save_networks(model)
-    async with Cluster(model, methods=METHODS) as cluster:
-        alone = [await cluster.answer(request(n)) for n in range(CLIENTS)]
+    async with Cluster(model, methods=methods) as cluster:
+        alone = [await cluster.answer(request(n, methods)) for n in range(CLIENTS)]
         assert {one.ending for one in alone} == {"length"}
         for role in ("decode", "compress"):
-            clients = asyncio.create_task(crowd(cluster))
+            clients = asyncio.create_task(crowd(cluster, methods))
             await cluster.until(
                 lambda: any(len(one.output_tokens) > 8 for one in cluster.engine.attempts),
                 "some stream",

@@ -360,6 +360,12 @@ class PagePlan:
         """Whether some pages of a request are never written: blocks of a prompt, shared or own."""
         return self.shares or self.rounds_prompts
 
+    @property
+    def rounding(self) -> PageLayout:
+        """The layout to whose numbers prefill rounds the tokens that it rounds; others are rounded
+        to 16 bits."""
+        return self.raw if self.codes_whole_pages else self.high
+
     def rounded_tokens(self, prompt_tokens: int) -> range:
         """Positions of the prompt tokens that prefill rounds: whole blocks without the sink.
 

@@ -138,8 +138,8 @@ def balanced(rest, inside, FORM: tl.constexpr, NORMALIZATIONS: tl.constexpr):
         rest = rest / deviation[:, None]
         by_token = by_token * deviation
     is_token = tl.arange(0, FORM.page_tile) < FORM.tokens
-    logs = tl.where(is_token, tl.log(by_token), 0.0)
-    size = tl.exp(tl.sum(logs, 0) / FORM.tokens)
+    logs = tl.where(is_token, tl.log2(by_token), 0.0)
+    size = tl.exp2(tl.sum(logs, 0) / FORM.tokens)
     return by_token / size, by_channel * size
 
 

@@ -81,8 +81,9 @@ def page_query(query, page, G: tl.constexpr, HEADS: tl.constexpr, FORM: tl.const
     heads = tl.arange(0, HEADS)
     unit = tl.arange(0, FORM.key_tile)
     offset = tl.zeros([HEADS], tl.float32)
+    PARTS: tl.constexpr = FORM.parts_of_key
     parts = ()
-    for share in tl.static_range(FORM.parts_of_key):
+    for share in tl.static_range(PARTS):
         part = query_part(query, heads, share, G, FORM)
         at = page + FORM.key_metadata + 4 * (share * FORM.key_units + unit)
         scale, zero = words_of(at, unit < FORM.key_units)
@@ -118,6 +119,7 @@ def attend_pages(
     Returns peak and sum of weights [heads], and the unnormalised output of each part.
     """
     PAGE: tl.constexpr = FORM.page_tile
+    PARTS: tl.constexpr = FORM.parts_of_value
     token = tl.arange(0, PAGE)
     inside = tl.minimum(token, FORM.tokens - 1)  # rows beyond a page are not read
     key_unit = tl.arange(0, FORM.key_tile)
@@ -129,7 +131,7 @@ def attend_pages(
     mass = tl.zeros([HEADS], tl.float32)
     shift = tl.zeros([HEADS], tl.float32)
     outs = ()
-    for _share in tl.static_range(FORM.parts_of_value):
+    for _share in tl.static_range(PARTS):
         outs = outs + (tl.full([FORM.value_tile, HEADS], 0.0, tl.float32),)
     for tile in range(first, last):
         page, is_known = page_at(
@@ -170,12 +172,12 @@ def attend_pages(
         weights *= (scale * inverse)[:, None]
         high, low = halves(weights)
         more_outs = ()
-        for share in tl.static_range(FORM.parts_of_value):
+        for share in tl.static_range(PARTS):
             out = more(outs[share], rescale, high, low, zero_part, page, value, share, FORM, EXACT)
             more_outs = more_outs + (out,)
         outs = more_outs
     shifted = ()
-    for share in tl.static_range(FORM.parts_of_value):
+    for share in tl.static_range(PARTS):
         shifted = shifted + (outs[share] + shift[None, :],)
     return peak, mass, shifted
 
@@ -185,8 +187,9 @@ def page_logits(
     split, key, PAGE: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
     """Products of a query with the codes of a page's keys, float32 [tokens, heads]."""
+    PARTS: tl.constexpr = FORM.parts_of_key
     logits = tl.zeros([PAGE, HEADS], tl.float32)
-    for share in tl.static_range(FORM.parts_of_key):
+    for share in tl.static_range(PARTS):
         codes = unpacked(key, FORM.key_bits, share, FORM.is_float, FORM.has_asm)
         logits = added(logits, tl.trans(codes), split[share][0], split[share][1], EXACT)
     return logits

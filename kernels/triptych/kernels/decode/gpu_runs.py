@@ -128,7 +128,8 @@ def attend_run(
     units = tl.arange(0, FORM.value_tile)
     at = partial + slot_of_run.to(tl.int64)[None, :] * FORM.dim + units[:, None]
     mask = (heads < G)[None, :] & (units < FORM.value_units)[:, None] & (first_tile < last_tile)
-    for share in tl.static_range(FORM.parts_of_value):
+    PARTS: tl.constexpr = FORM.parts_of_value
+    for share in tl.static_range(PARTS):
         tl.store(at + share * FORM.value_units, outs[share], mask=mask)
 
 

@@ -201,8 +201,9 @@ def split_query(query, G: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr)
     the row; and the divisor.
     """
     heads = tl.arange(0, HEADS)
+    PARTS: tl.constexpr = FORM.parts_of_key
     parts = ()
-    for share in tl.static_range(FORM.parts_of_key):
+    for share in tl.static_range(PARTS):
         parts = parts + (query_part(query, heads, share, G, FORM),)
     return split_parts(parts)
 
@@ -246,7 +247,8 @@ def tile_logits(
     else:
         codes = part_codes(units, FORM.key_bits, 0, FORM.is_float)
         out = products(split[0][0], split[0][1], tl.trans(codes), EXACT)
-        for share in tl.static_range(1, FORM.parts_of_key):
+        PARTS: tl.constexpr = FORM.parts_of_key
+        for share in tl.static_range(1, PARTS):
             codes = part_codes(units, FORM.key_bits, share, FORM.is_float)
             out += products(split[share][0], split[share][1], tl.trans(codes), EXACT)
         scale, zero = metadata_of(page, row, live, FORM, True)

@@ -27,7 +27,7 @@ Codec = Literal["range", "float", "by_channel", "balanced"]
 """How the numbers of a page become codes.
 
 ``range``: the codes of a token's vector divide its range evenly, by a scale and a zero. ``float``:
-codes are float8 numbers (e4m3), by a scale for each token; the zero is 0. ``by_channel``: as
+codes are float8 numbers (e4m3), by a power of two for each token; the zero is 0. ``by_channel``: as
 ``range``, but keys have a scale and a zero for each channel of a page. ``balanced``: as
 ``by_channel``, after keys and values of a page are divided by a scale for each token and channel.
 """

@@ -6,6 +6,7 @@ import numpy as np
 
 from triptych.kernels.codegen.numba_runtime import (
     bits_of_float,
+    float_of_bits,
     from_half,
     inlined,
 )
@@ -24,6 +25,13 @@ def to_float8(number):
     odd = (size >> np.uint32(20)) & np.uint32(1)
     rounded = (size + np.uint32(0x7FFFF) + odd) >> np.uint32(20)
     return np.uint8(sign | (rounded - np.uint32(120 << 3)))
+
+
+@inlined
+def power_above(number):
+    """The least power of two that is not below a positive float32."""
+    bits = np.uint32(bits_of_float(number)) + np.uint32(0x7FFFFF)
+    return float_of_bits(np.int32(bits & np.uint32(0x7F800000)))
 
 
 @inlined

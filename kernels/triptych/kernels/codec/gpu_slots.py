@@ -243,13 +243,18 @@ def quantize(
         top = tl.full([1], 448.0 if FORM.is_float else 2**bits - 1, tl.float32)
         low = tl.min(tl.where(inside, numbers, float("inf")), 1)
         high = tl.max(tl.where(inside, numbers, float("-inf")), 1)
-        span = high - low
         if FORM.is_float:
-            span = tl.maximum(high, -low)
-            low = tl.zeros_like(low)
-        scale = tl.div_rn(span, tl.broadcast_to(top, low.shape)).to(tl.float16)
-        zero = low.to(tl.float16)
-        usable = scale > 0.0
+            largest = tl.maximum(high, -low)
+            ratio = tl.div_rn(largest, tl.broadcast_to(top, low.shape))
+            bits_up = (tl.cast(ratio, tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+            power = tl.cast(bits_up, tl.float32, bitcast=True)  # the least one above
+            scale = tl.maximum(power, 5.9604644775390625e-08).to(tl.float16)  # at least 2**-24
+            zero = tl.zeros_like(scale)
+            usable = largest > 0.0
+        else:
+            scale = tl.div_rn(high - low, tl.broadcast_to(top, low.shape)).to(tl.float16)
+            zero = low.to(tl.float16)
+            usable = scale > 0.0
         scale = tl.where(usable, scale, 1.0).to(tl.float16)
         wide_scale = scale.to(tl.float32)[:, None]
         unit = tl.arange(0, tile)

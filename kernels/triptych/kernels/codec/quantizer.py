@@ -7,6 +7,8 @@ from torch import Tensor
 
 FP16_MAX = 65504.0
 FLOAT8_MAX = 448.0
+LEAST_SCALE = 2.0**-24
+"""The smallest number of float16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +49,22 @@ def encode(vectors: Tensor, bits: int, groups: int) -> Encoded:
 
 
 def encode_floats(vectors: Tensor) -> Encoded:
-    """Quantize each vector to float8 (e4m3), by a scale that makes its largest number 448.
+    """Quantize each vector to float8 (e4m3), by the least power of two that brings it below 448.
 
-    Codes are computed with the scale as rounded to float16. A vector of zeros has codes 0 and scale
-    1. The zero of the metadata is 0.
+    Powers of two change no mantissa, so encoding decoded numbers again gives the same numbers. A
+    vector of zeros has codes 0 and scale 1. The zero of the metadata is 0.
 
     Shapes:  vectors [n, d] -> codes [n, d], metadata [n, 1, 2]
     Promise: |decode(encode(x)) - x| <= |x| / 16 + scale * 2**-10
-    Source:  FP8 formats for deep learning (Micikevicius et al., 2022), e4m3 without infinities
+    Source:  FP8 formats for deep learning (Micikevicius et al., 2022), e4m3 without infinities;
+             powers of two as in OCP's microscaling formats
     """
     x = vectors.float().clamp(-FP16_MAX, FP16_MAX)
-    scale = (x.abs().amax(-1, keepdim=True) / FLOAT8_MAX).half()
-    usable = scale > 0
-    scale = torch.where(usable, scale, 1.0)
+    largest = x.abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(largest / FLOAT8_MAX)
+    power = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).int())
+    usable = largest > 0
+    scale = torch.where(usable, power.clamp(min=LEAST_SCALE), 1.0).half()
     steps = (x / scale.float()).clamp(-FLOAT8_MAX, FLOAT8_MAX)
     codes = torch.where(usable, steps, 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
     return Encoded(codes, torch.stack((scale, torch.zeros_like(scale)), -1), is_float=True)

@@ -7,7 +7,7 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
-from triptych.kernels.codec.float8 import from_float8, to_float8
+from triptych.kernels.codec.float8 import from_float8, power_above, to_float8
 from triptych.kernels.codegen.numba_runtime import (
     from_half,
     inlined,
@@ -19,6 +19,7 @@ from triptych.kernels.codegen.numba_runtime import (
 
 FP16_MAX = np.float32(65504.0)
 FLOAT8_MAX = np.float32(448.0)
+LEAST_SCALE = np.float32(2.0**-24)
 
 Part = namedtuple("Part", "codes byte_stride token_stride metadata bits groups kind scales")
 """Layout of the keys or the values of a page: offsets and strides in bytes.
@@ -239,12 +240,13 @@ def quantize(numbers, codes, bits, is_float, metadata):
 def _quantize_floats(numbers, codes, metadata):
     low, high = _range(numbers)
     low, high = _saturate(low), _saturate(high)
-    metadata[0], metadata[1] = to_half(max(-low, high) / FLOAT8_MAX), np.uint16(0)
-    scale = from_half(metadata[0])
-    if not scale > 0:
-        metadata[0] = to_half(np.float32(1.0))
+    largest = max(-low, high)
+    metadata[0], metadata[1] = to_half(np.float32(1.0)), np.uint16(0)
+    if not largest > 0:
         codes[:] = 0
         return
+    metadata[0] = to_half(max(power_above(largest / FLOAT8_MAX), LEAST_SCALE))
+    scale = from_half(metadata[0])
     for channel in range(len(numbers)):
         step = _saturate(numbers[channel]) / scale
         codes[channel] = to_float8(min(max(step, -FLOAT8_MAX), FLOAT8_MAX))

@@ -9,13 +9,13 @@ from triptych.core.profile import Profile
 
 
 def fp8(config: CompressorConfig, profile: Profile | None = None) -> Policy:
-    """Codes are e4m3 numbers, by a scale for each token and head."""
+    """Codes are e4m3 numbers, by a power of two for each token and head."""
     return one_format(config, profile, "fp8")
 
 
 METHOD = Method(
     name="fp8",
-    idea="keys and values as e4m3 numbers, with a scale for each token and head",
+    idea="keys and values as e4m3 numbers, by a power of two for each token and head",
     paper="FP8 formats for deep learning",
     policy=fp8,
     budget=EVERY_TOKEN,

@@ -26,7 +26,7 @@ from triptych.simulator import Cluster, Costs, Job, Simulation
 MIB = 1 << 20
 CAPACITIES = (64, 256)
 UNLIMITED_MIB = 1 << 20
-RISKS = (0.002, 0.0002)
+RISKS = (0.002, 0.0005)
 CONTEXT = 4096
 SHORT_CONTEXT = 2048
 """Of the adversarial load; the bound of every request fits the smallest memory several times."""

@@ -2,6 +2,7 @@
 
     python -m tests.e2e.abort_storm --seeds 20 --json benchmarks/results/abort_storm.json
     python -m tests.e2e.abort_storm --policies auto --caches off --seeds 2
+    python -m tests.e2e.abort_storm --json benchmarks/results/abort_storm.json --resume
 
 Each seed is one calm run of the victims alone, some runs beside neighbours that are not aborted,
 and one beside the storm. A log probability may differ between calm and busy runs, since requests
@@ -10,6 +11,8 @@ difference may be larger, and no token may change whose two best candidates are 
 twice the noise. Each outlier is computed again beside neighbours, without aborts: a difference that
 occurs there as well has nothing to do with aborts. Exit code 1 if an outlier is left, a stream of a
 victim does not end whole, or bookings or pages are left.
+
+The file of ``--json`` is written after each seed; with ``--resume`` its seeds are not run again.
 """
 
 import argparse
@@ -17,7 +20,7 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import chain, product
@@ -102,6 +105,8 @@ class Outcome:
 
     policy: str
     cache: str
+    seeds: list[int] = field(default_factory=list[int])
+    """Those that were run."""
     beside_neighbours: list[Difference] = field(default_factory=list[Difference])
     in_storm: list[Difference] = field(default_factory=list[Difference])
     outliers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -110,6 +115,15 @@ class Outcome:
     """Streams of victims that did not end with ``length``."""
     left: int = 0
     """Storms after which bookings or pages were left."""
+
+    @classmethod
+    def read(cls, saved: dict[str, Any]) -> "Outcome":
+        """What ``asdict`` made of one."""
+        differences: dict[str, Any] = {
+            name: [Difference(**one) for one in saved[name]]
+            for name in ("beside_neighbours", "in_storm")
+        }
+        return cls(**(saved | differences))
 
     @property
     def bound(self) -> float:
@@ -314,16 +328,25 @@ async def explain(server: Server, sender: Sender, seeds: Sequence[Seed], out: Ou
 
 
 async def storms(
-    server: Server, seeds: Sequence[Seed], rounds: int, max_tokens: int, out: Outcome
+    server: Server,
+    seeds: Sequence[Seed],
+    rounds: int,
+    max_tokens: int,
+    out: Outcome,
+    save: Callable[[], None],
 ) -> None:
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         sender = Sender(session, server.url, max_tokens)
-        for seed in track(seeds, f"{out.policy}, cache {out.cache}", console=console):
+        left = [seed for seed in seeds if seed.number not in out.seeds]
+        for seed in track(left, f"{out.policy}, cache {out.cache}", console=console):
             await one_seed(server, sender, seed, rounds, out)
+            out.seeds.append(seed.number)
+            save()
             _tell(seed, out)
         await explain(server, sender, seeds, out)
+        save()
 
 
 def _tell(seed: Seed, out: Outcome) -> None:
@@ -338,19 +361,24 @@ def _tell(seed: Seed, out: Outcome) -> None:
 
 
 def run(
-    policy: str, cache: str, seeds: Sequence[Seed], rounds: int, max_tokens: int, dtype: str
-) -> Outcome:
+    out: Outcome,
+    seeds: Sequence[Seed],
+    save: Callable[[], None],
+    *,
+    rounds: int,
+    max_tokens: int,
+    dtype: str,
+) -> None:
+    """Start a server, and run the seeds that ``out`` lacks."""
     settings: dict[str, Any] = {
         "model": {"name": MODEL, "dtype": dtype},
-        "compressor": {"policy": policy},
-        "pool": {} if cache == "on" else {"prefix_bytes": 0},
+        "compressor": {"policy": out.policy},
+        "pool": {} if out.cache == "on" else {"prefix_bytes": 0},
     }
-    out = Outcome(policy, cache)
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         server = stack.enter_context(serve_run(Path(folder), settings))
-        asyncio.run(storms(server, seeds, rounds, max_tokens, out))
-    return out
+        asyncio.run(storms(server, seeds, rounds, max_tokens, out, save))
 
 
 def summary(out: Outcome) -> dict[str, Any]:
@@ -359,6 +387,7 @@ def summary(out: Outcome) -> dict[str, Any]:
     return {
         "policy": out.policy,
         "cache": out.cache,
+        "seeds": len(out.seeds),
         "aborted": out.aborted,
         "answers_beside_neighbours": len(out.beside_neighbours),
         "changed_beside_neighbours": len(calm_changed),
@@ -375,6 +404,7 @@ def _table(outcomes: Sequence[Outcome]) -> Any:
     heads = (
         "policy",
         "cache",
+        "seeds",
         "aborted",
         "changed beside neighbours",
         "bound",
@@ -390,6 +420,7 @@ def _table(outcomes: Sequence[Outcome]) -> Any:
             [
                 one["policy"],
                 one["cache"],
+                one["seeds"],
                 one["aborted"],
                 f"{one['changed_beside_neighbours']} of {one['answers_beside_neighbours']}",
                 one["bound"],
@@ -420,24 +451,39 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32, help="of each victim's answer")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="go on from what --json has")
     options = parser.parse_args()
+    if options.resume and not options.json:
+        parser.error("--resume needs --json: the file that it goes on from")
     host, text = host_info(), text_tokens()
     seeds = [Seed.of(number, text, options.requests) for number in range(options.seeds)]
     outcomes = list[Outcome]()
+    if options.resume and options.json.exists():
+        outcomes = [Outcome.read(one) for one in json.loads(options.json.read_text())["outcomes"]]
 
     def save() -> None:
         if options.json:
             found = {
                 "host": host,
-                "seeds": options.seeds,
                 "servers": [summary(one) for one in outcomes],
-                "in_storm": [[asdict(d) for d in one.in_storm] for one in outcomes],
+                "outcomes": [asdict(one) for one in outcomes],
             }
             write_json(found, options.json)
 
     for policy, cache in product(names(options.policies), names(options.caches)):
-        outcomes.append(run(policy, cache, seeds, options.rounds, options.tokens, options.dtype))
-        save()
+        known = (one for one in outcomes if (one.policy, one.cache) == (policy, cache))
+        out = next(known, None)
+        if out is None:
+            outcomes.append(out := Outcome(policy, cache))
+        if len(out.seeds) < options.seeds:
+            run(
+                out,
+                seeds,
+                save,
+                rounds=options.rounds,
+                max_tokens=options.tokens,
+                dtype=options.dtype,
+            )
     console.print(_table(outcomes))
     for fault in chain.from_iterable(one.faults for one in outcomes):
         console.print(fault, soft_wrap=True)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -435,14 +436,16 @@ def ask_for_calls(client: openai.OpenAI, stream: bool, **more: Any) -> tuple[str
 def test_an_answer_that_ends_inside_a_call_shows_no_markup(
     client: openai.OpenAI, stream: bool
 ) -> None:
-    whole = ask_for_calls(client, stream, max_tokens=60, parallel_tool_calls=False)
+    one: dict[str, Any] = {"max_tokens": 60, "parallel_tool_calls": False}
+    cut = [{"max_tokens": count} for count in (1, 10, 20)]
+    stopped = [one | {"stop": [stop]} for stop in ("\n", "o", '"')]
+    asked = [one, *cut, *stopped, {"max_tokens": 70}]
+    with ThreadPoolExecutor(len(asked)) as clients:
+        answers = clients.map(lambda more: ask_for_calls(client, stream, **more), asked)
+    whole, *others, longest = answers
     assert (whole[0], len(whole[1]), whole[2]) == ("", 1, "tool_calls")
-    for max_tokens in (1, 10, 20):
-        assert ask_for_calls(client, stream, max_tokens=max_tokens) == ("", [], "length")
-    for stop in ("\n", "o", '"'):
-        asked = {"max_tokens": 60, "parallel_tool_calls": False, "stop": [stop]}
-        assert ask_for_calls(client, stream, **asked) == whole
-    content, calls, finish = ask_for_calls(client, stream, max_tokens=70)
+    assert others == [("", [], "length")] * len(cut) + [whole] * len(stopped)
+    content, calls, finish = longest
     assert content == ""
     assert calls[:1] == whole[1]
     assert finish in ("length", "tool_calls")

@@ -215,7 +215,7 @@ class PagePlan:
             return ()
         return (self.high,) if self.low is None else (self.high, self.low)
 
-    @property
+    @cached_property
     def compresses(self) -> bool:
         """False if the policy keeps 16 bits: then raw pages are the final ones."""
         return self.policy.is_quantized

@@ -162,6 +162,7 @@ class Scheduler:
             self._peers.fail_stranded(now)
             self._roles.run(self._dispatch.blocked_reason, now)
             self._migration.run()
+            self._dispatch.expire()
         self._draining.run(now)
         self._slo_admission.run(now)
         self._growth.run(now)

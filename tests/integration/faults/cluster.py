@@ -12,6 +12,7 @@ import multiprocessing
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -119,6 +120,8 @@ class Cluster:
         size = len(POINTS)
         self.board = Board(RawArray("i", size), RawArray("i", size))
         self.deaths = Counter[str]()
+        self.longest_pause_s = 0.0
+        """How much later than it should this process went on; whoever asks sets it to 0."""
         self._taken = RawArray("i", [ABSENT] * len(self._roles))
         self._processes = dict[int, BaseProcess]()
         self._ids = itertools.count()
@@ -224,7 +227,10 @@ class Cluster:
     async def _watch(self) -> None:
         """What Serve does: whoever died is started anew."""
         while True:
+            slept = time.monotonic()
             await asyncio.sleep(LOOK_EVERY_S)
+            pause_s = time.monotonic() - slept - LOOK_EVERY_S
+            self.longest_pause_s = max(self.longest_pause_s, pause_s)
             for index, process in self._processes.items():
                 if process.exitcode is not None:
                     as_told = process.exitcode == EXIT_CODE

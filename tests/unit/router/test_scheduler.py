@@ -550,6 +550,19 @@ def test_the_router_names_the_requests_that_it_does_not_have() -> None:
     assert driver.on(Confirm(requests=("r",)), "in") == []
 
 
+def test_a_worker_is_told_to_free_what_the_router_has_given_up() -> None:
+    driver = whole()
+    driver.bring_to("decoding")
+    driver.bring_to("prefilling", request("read"))
+    assert driver.on(Confirm(requests=("r",)), "D") == []
+    assert driver.on(Confirm(requests=("read",)), "P") == []
+    [told] = driver.on(Confirm(requests=("r", "given up")), "D")
+    assert told == Send("D", Cancel(requests=("given up",)))
+    [told] = driver.on(Confirm(requests=("r", "read")), "P")
+    assert told == Send("P", Cancel(requests=("r",)))
+    assert driver.state() == "decoding"
+
+
 def test_the_requests_of_a_message_that_no_worker_can_take_fail() -> None:
     driver = whole()
     [send] = driver.bring_to("prefilling")

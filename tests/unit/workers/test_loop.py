@@ -5,6 +5,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from threading import Event
 
+from numba.core.compiler_lock import global_compiler_lock
+
 from triptych.core.messages import Compress, Message, Send, Stage
 from triptych.workers.loop import StageLoop
 
@@ -115,3 +117,33 @@ def test_what_came_is_heard_before_the_step_of_the_same_turn() -> None:
     loop.stop()
     assert engine.heard == 20
     assert cores.turns <= 6
+
+
+class Compiling(Recorder):
+    """Holds numba's compiler lock in its steps, as the first call of a kernel does."""
+
+    def __init__(self) -> None:
+        super().__init__("prefill", steps=1, is_late=False)
+        self.compiled, self.goes_on = Event(), Event()
+
+    def step(self) -> Iterable[Send]:
+        with global_compiler_lock, global_compiler_lock:
+            self.compiled.set()
+            self.goes_on.wait(10)
+        time.sleep(0.1)
+        return super().step()
+
+
+def test_a_step_does_not_grow_old_while_it_compiles_kernels() -> None:
+    engine = Compiling()
+    loop = run(engine, BusyCores(0.0))
+    loop.post(Compress(items=()))
+    assert engine.compiled.wait(10)
+    before_s = loop.step_age_s
+    time.sleep(0.5)
+    assert loop.step_age_s < before_s + 0.25
+    engine.goes_on.set()
+    assert engine.done.wait(10)
+    loop.stop()
+    report = loop.report(0)
+    assert 0.1 <= report.longest_step_s < report.busy_s - 0.25

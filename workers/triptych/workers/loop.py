@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 
 from triptych.core.errors import PoolError, TriptychError
@@ -19,6 +21,7 @@ from triptych.core.messages import (
     Send,
     Stage,
 )
+from triptych.kernels.codegen.compile_time import compile_seconds
 from triptych.workers.core_scheduler import Cores
 from triptych.workers.sampling.grammar import GrammarMatcherFactory
 from triptych.workers.sampling.preparation import GrammarPreparation
@@ -39,6 +42,18 @@ MEASURED_STEPS = 512
 
 CANCEL_ALL = Cancel(requests=())
 """Stands for every request that the worker holds."""
+
+
+@dataclass(frozen=True)
+class StepStart:
+    """When a step began."""
+
+    at: float = field(default_factory=time.monotonic)
+    _compile_s: float = field(default_factory=compile_seconds)
+
+    def age_s(self) -> float:
+        """Seconds since then in which no kernel was compiled."""
+        return max(0.0, time.monotonic() - self.at - (compile_seconds() - self._compile_s))
 
 
 class StageLoop:
@@ -67,8 +82,8 @@ class StageLoop:
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._busy_s = 0.0
         self._steps_s = deque[float](maxlen=MEASURED_STEPS)
-        self._step_since: float | None = None
-        self._running = 0
+        self._step_since: StepStart | None = None
+        self._held = tuple[str, ...]()
         self._waits_since = dict[Stage, float]()
         """When each waiting stage began to wait for its turn."""
         self._wrapper: StepWrapper = _run_unwrapped
@@ -113,9 +128,10 @@ class StageLoop:
 
     @property
     def step_age_s(self) -> float:
-        """Seconds since the current step began; 0 between steps."""
+        """Seconds since the current step began, without those of compiling kernels; 0 between
+        steps."""
         since = self._step_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else since.age_s()
 
     def report(
         self,
@@ -125,7 +141,7 @@ class StageLoop:
     ) -> Report:
         return Report(
             name=self.name,
-            running=self._running,
+            running=len(self._held),
             waiting=self._inbox.qsize(),
             pages_held=pages_held,
             busy_s=self._busy_s,
@@ -134,6 +150,10 @@ class StageLoop:
             bytes_copied=bytes_copied,
             prefixes_skipped=dict(prefixes_skipped),
         )
+
+    def held(self) -> tuple[str, ...]:
+        """Requests that are here, as of the last step; any thread."""
+        return self._held
 
     # ---------------------------------------------------------------- the thread
 
@@ -152,7 +172,7 @@ class StageLoop:
         while self._wait():
             for engine in self._engines:
                 self._take_turn(engine)
-            self._running = sum(len(engine.requests()) for engine in self._engines)
+            self._held = tuple(chain.from_iterable(one.requests() for one in self._engines))
         for engine in self._engines:
             engine.cancel(engine.requests())
 
@@ -255,13 +275,12 @@ class StageLoop:
 
     @contextmanager
     def _clocked(self) -> Generator[None]:
-        started = self._step_since = time.monotonic()
+        started = self._step_since = StepStart()
         try:
             yield
         finally:
-            took_s = time.monotonic() - started
-            self._busy_s += took_s
-            self._steps_s.append(took_s)
+            self._busy_s += time.monotonic() - started.at
+            self._steps_s.append(started.age_s())
             self._step_since = None
 
     def _send(self, sends: Iterable[Send] | None) -> None:

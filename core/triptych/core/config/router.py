@@ -64,7 +64,7 @@ class RouterConfig:
     ``max_tokens``, so that no request ever waits once it runs). Batches of fixed size
     (``static:``) always use bounds."""
 
-    overcommit_risk: float = 0.0002
+    overcommit_risk: float = 0.0005
     """``booking: forecast``: probability with which the running requests of an arena may come to
     need more than its memory. New ones start while it is not higher. Above 0, up to 0.5."""
 

@@ -159,7 +159,8 @@ class Cancel:
 class Confirm:
     """Ingress to router: no tokens have come for these requests; do they still exist?
 
-    The answer is ``Unknown`` with those that do not, or nothing.
+    The answer is ``Unknown`` with those that do not, or nothing. From a worker it names all that it
+    holds, and the answer is ``Cancel`` with those that it should not.
     """
 
     requests: tuple[str, ...]

@@ -436,7 +436,7 @@ class Report:
     busy_s: float
     """Seconds of compute since the worker started."""
     step_age_s: float = 0.0
-    """Seconds that its present step has taken so far."""
+    """Seconds that its present step has taken so far, without those of compiling kernels."""
     longest_step_s: float = 0.0
     """Seconds that the longest of its last steps took; 0 before the first."""
     bytes_copied: int = 0

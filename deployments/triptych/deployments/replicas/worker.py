@@ -14,6 +14,7 @@ from ray import serve
 from triptych.core.errors import PoolError
 from triptych.core.messages import (
     ROUTER,
+    Confirm,
     Drain,
     Drained,
     Message,
@@ -46,6 +47,8 @@ from triptych.workers.loop import StageLoop
 logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
+CONFIRM_EVERY_S = 10.0
+"""How often the router is asked whether the requests that are here are still to be."""
 STUCK_STEP_S = 120.0
 DRAIN_NOTICE_S = 1.0
 """How long a worker that is to exit waits for the news that the whole application stops."""
@@ -285,9 +288,18 @@ class WorkerReplica:
             report = self._inbound.completed(report)
         self._link.post(report)
 
+    def _confirm(self) -> None:
+        """A request that the router has given up would keep its pages for ever."""
+        if held := self._loop.held():
+            self._link.post(Confirm(requests=held))
+
     async def _keep_reporting(self) -> None:
+        confirmed = time.monotonic()
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
             if self._pool.is_lost and (self._rejoining is None or self._rejoining.done()):
                 self._rejoining = asyncio.create_task(self._rejoin_pool())
             self._report()
+            if time.monotonic() - confirmed >= CONFIRM_EVERY_S:
+                confirmed = time.monotonic()
+                self._confirm()

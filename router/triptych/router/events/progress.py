@@ -246,9 +246,24 @@ class Progress:
         return None
 
     def confirm(self, message: Confirm, sender: str) -> None:
-        """Name the requests that will have no more output."""
+        """Tell an ingress which of its requests have no more output, and a worker what to free."""
+        if self.cluster.membership.is_worker(sender):
+            self._cancel_abandoned(message, sender)
+            return
         entries = ((name, self.cluster.requests.get(name)) for name in message.requests)
         gone = [name for name, entry in entries if entry is None or entry.state is State.LEAVING]
         if gone:
             self.cluster.counters["unknown_requests"] += len(gone)
             self.cluster.outbox.post(sender, Unknown(requests=tuple(gone)))
+
+    def _cancel_abandoned(self, message: Confirm, worker: str) -> None:
+        """Cancel what a worker holds of requests that are not here or that it should not have.
+
+        Its earlier messages have been taken, and it takes ``Cancel`` before any later message: so a
+        request that comes to it again is not meant.
+        """
+        for name in message.requests:
+            entry = self.cluster.requests.get(name)
+            if entry is None or worker not in entry.holders:
+                self.cluster.counters["abandoned_requests"] += 1
+                self.cluster.outbox.cancel(worker, name)

@@ -45,12 +45,20 @@ class Dispatch:
     blocked_reason: HeldBy = ""
     """Why the first waiting request did not start in the last pass."""
     reasons: DecisionLog = field(init=False)
+    _short_at: tuple[int, int] | None = None
+    """Changes of the queue and openings of arenas when bytes were last short; None: they are not,
+    or time has passed since."""
     _successors: dict[str, Entry] = field(default_factory=dict[str, Entry])
     """Requests in prefill whose images are still to be sent to an encode worker."""
 
     def __post_init__(self) -> None:
         self.reasons = DecisionLog(self.cluster)
         self.cluster.requests.on_end.append(self._ended)
+
+    def expire(self) -> None:
+        """Time has passed: requests may have lost their patience, so the queue has another
+        order."""
+        self._short_at = None
 
     def run(self, now: float) -> None:
         """Dispatch every request that can continue, last stage first."""
@@ -259,7 +267,20 @@ class Dispatch:
     # ---------------------------------------------------------------- waiting -> prefilling
 
     def _admit(self, now: float) -> HeldBy:
-        """Start as many waiting requests as bytes, decode slots and prefill workers allow."""
+        """Start as many waiting requests as bytes, decode slots and prefill workers allow.
+
+        While bytes are short, most messages free none, and nothing is tried again after them.
+        """
+        if self._short_at == self._moment():
+            return "no_bytes"
+        blocked_reason = self._start_waiting(now)
+        self._short_at = self._moment() if blocked_reason == "no_bytes" else None
+        return blocked_reason
+
+    def _moment(self) -> tuple[int, int]:
+        return self.cluster.requests.queue.changes, self.cluster.load_index.openings
+
+    def _start_waiting(self, now: float) -> HeldBy:
         queue = self.cluster.requests.queue
         while len(queue):
             if blocked_reason := self._blocked_by_workers():

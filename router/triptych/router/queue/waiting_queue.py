@@ -133,6 +133,8 @@ class WaitingQueue:
     _turns: SortedIndex[float] = field(default_factory=SortedIndex[float])
     """Tenants with waiting requests: the one with least use is next."""
     _came: int = 0
+    changes: int = 0
+    """Counts the requests that were put in or taken out."""
 
     def __post_init__(self) -> None:
         self.accounts.on_change = self._rank
@@ -183,6 +185,7 @@ class WaitingQueue:
             self._put(name, place)
 
     def _put(self, name: str, place: Place) -> None:
+        self.changes += 1
         self._places[name] = place
         self._by_age.put(name, (place.arrived, place.number))
         self._lanes.setdefault(place.tenant, Lane()).put(name, place)
@@ -192,6 +195,7 @@ class WaitingQueue:
         place = self._places.pop(name, None)
         if place is None:
             return None
+        self.changes += 1
         self._by_age.discard(name)
         lane = self._lanes[place.tenant]
         lane.discard(name)

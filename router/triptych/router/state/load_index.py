@@ -63,6 +63,9 @@ class LoadIndex:
     """Prefill workers of each arena, including full ones."""
     generation: int = 0
     """Counts the changes of which arenas have prefill workers."""
+    openings: int = 0
+    """Counts the changes after which an arena may have more free bytes: a request for which no
+    arena had enough finds as few until then."""
 
     _workers: dict[str, Register] = field(default_factory=dict[str, Register])
     _roles: dict[str, Role] = field(default_factory=dict[str, Role])
@@ -134,6 +137,7 @@ class LoadIndex:
         self._fresh[address] = now
         self._fresh.move_to_end(address)
         if was_full:
+            self.openings += 1
             self._place(address)
         return was_full
 
@@ -166,6 +170,7 @@ class LoadIndex:
     def rebook(self, arena: str, change: int) -> None:
         """The used bytes of an arena changed by ``change``."""
         if arena in self.arenas:
+            self.openings += change < 0
             self.used_bytes += change
             self._raw_arenas.put(arena, self.used(arena))
             self._rank_arena(arena)

@@ -53,6 +53,11 @@ class Membership:
     def __contains__(self, address: str) -> bool:
         return address in self._peers
 
+    def is_worker(self, address: str) -> bool:
+        """Whether the peer at an address has a stage; an ingress has none."""
+        peer = self._peers.get(address)
+        return peer is not None and bool(peer.registration.stages)
+
     def name_of(self, address: str) -> str:
         """The name of the peer at an address."""
         return self._peers[address].name

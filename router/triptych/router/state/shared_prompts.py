@@ -196,7 +196,8 @@ class SharedPrompts:
 
     def forget_arenas_except(self, arenas: Iterable[str]) -> None:
         """Forget what was published in other arenas: they are gone."""
-        self.published.forget(self.published.arenas - set(arenas))
+        if gone := self.published.arenas.difference(arenas):
+            self.published.forget(gone)
 
     # ---------------------------------------------------------------- parts
 

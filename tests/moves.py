@@ -1,14 +1,26 @@
 """Rows of tokens in pages of one format, some of which move to pages of another."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
+from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
 from triptych.kernels import Section, store_tokens
 
 SLOTS, HEADS, WIDTH, MOST = 5, 2, 3, 6
+USUAL = ("fp16", "k8v8", "k8v4", "k4v4", "k4v2")
+"""Formats of which all pairs are tested."""
+WHOLE = tuple(name for name, form in FORMATS.items() if form.codes_whole_pages)
+"""Formats whose pages are encoded whole."""
+ALONE = tuple(name for name in FORMATS if name not in WHOLE)
+"""Formats whose tokens can be written alone."""
+PAIRS = (
+    *((old, new) for old in USUAL for new in USUAL),
+    *((old, new) for new in ALONE if new not in USUAL for old in ("fp16", "k8v8")),
+    *((old, "k8v4") for old in ALONE if old not in USUAL),
+)
+"""Formats of moves: all pairs of usual ones, and into and out of each other one."""
 
 
 @dataclass(frozen=True)
@@ -60,3 +72,31 @@ def _layout(name: str, head_dim: int) -> PageLayout:
     form, _, parts = name.partition("/")
     page_bytes = default_page_bytes(head_dim)
     return PageLayout(FORMATS[form], head_dim, page_bytes, "channel", int(parts or 1))
+
+
+def whole_moves(source: str, target: str, head_dim: int, order: KeyOrder) -> Moves:
+    """Moves of two whole pages of each head row of three slots, from pages of single tokens."""
+    old = replace(_layout(source, head_dim), key_order="token")
+    new = replace(_layout(target, head_dim), key_order=order)
+    count, slots = 2 * new.tokens, 3
+    rows = slots * HEADS
+    table = torch.arange(rows * old.pages(count)).int().view(slots, HEADS, -1)
+    first = old.pool_pages(table.numel())
+    pages = (first + torch.randperm(rows * 2).int()).view(slots, HEADS, 2)
+    arena = torch.randint(0, 256, (first + pages.numel(), old.page_bytes), dtype=torch.uint8)
+    token = torch.arange(count)
+    key = torch.randn(count, rows, head_dim) * torch.rand(head_dim) * 3
+    value = torch.randn(count, rows, head_dim) * torch.rand(count, 1, 1)
+    ids = table.flatten(0, 1)[:, token // old.tokens].T
+    at = ids, (token % old.tokens).int()[:, None].expand_as(ids)
+    store_tokens.on("reference")(arena, old, key, value, *at, token.int(), torch.rand(ids.shape))
+    held = torch.full((slots, HEADS), count, dtype=torch.int32)
+    places = token.int().expand(slots, HEADS, count).clone()
+    return Moves(
+        arena,
+        Section(old, table, held),
+        Section(new, pages, held),
+        torch.randperm(slots).int(),
+        places,
+        places.clone(),
+    )

@@ -111,8 +111,8 @@ def formats() -> str:
             f"`{name}`",
             f"{form.key_bits}",
             f"{form.value_bits}",
-            f"{form.read_bytes(head_dim)}",
-            f"{raw / form.read_bytes(head_dim):.2f}x",
+            f"{PageLayout(form, head_dim, page_bytes).read_bytes:.4g}",
+            f"{raw / PageLayout(form, head_dim, page_bytes).read_bytes:.2f}x",
             f"{PageLayout(form, head_dim, page_bytes).tokens}",
         )
         for name, form in FORMATS.items()

@@ -18,6 +18,19 @@ PAGE_ALIGN_BYTES = 256
 DISK_ALIGN_BYTES = 4096
 METADATA_BYTES = 4
 """One fp16 scale and one fp16 zero per quantization group."""
+RECENT_TOKENS = 3
+"""Least tokens of a small page of recent tokens. With 3 tokens of K8V8 an eighth of a page that 32
+tokens of K8V4 fill is full too. Tokens of formats that are encoded page by page are a multiple, so
+that whole small pages move to a page."""
+
+Codec = Literal["range", "float", "by_channel", "balanced"]
+"""How the numbers of a page become codes.
+
+``range``: the codes of a token's vector divide its range evenly, by a scale and a zero. ``float``:
+codes are float8 numbers (e4m3), by a power of two for each token; the zero is 0. ``by_channel``: as
+``range``, but keys have a scale and a zero for each channel of a page. ``balanced``: as
+``by_channel``, after keys and values of a page are divided by a scale for each token and channel.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +42,29 @@ class PageFormat:
     value_bits: int
     key_groups: int = 1
     value_groups: int = 1
+    codec: Codec = "range"
 
     @property
     def is_quantized(self) -> bool:
         return self.key_bits < 16
+
+    @property
+    def has_float_codes(self) -> bool:
+        """Whether codes are float8 numbers."""
+        return self.codec == "float"
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether a token's key has a scale, and a channel of a page's values has one."""
+        return self.codec == "balanced"
+
+    @property
+    def codes_whole_pages(self) -> bool:
+        """Whether scales of keys belong to the channels of a page.
+
+        Then all tokens of a page are encoded together, and none is written alone later.
+        """
+        return self.codec in ("by_channel", "balanced")
 
     def token_bytes(self, head_dim: int) -> int:
         """Bytes of one token of one KV head in all six segments, padding aside."""
@@ -45,14 +77,24 @@ class PageFormat:
     def segment_token_bytes(self, head_dim: int) -> tuple[int, int, int, int, int, int]:
         """Bytes that one token takes in each of the six segments."""
         metadata = METADATA_BYTES if self.is_quantized else 0
+        key_metadata = metadata * self.key_groups
+        if self.codes_whole_pages:
+            key_metadata = 2 if self.is_balanced else 0
         return (
             head_dim * self.key_bits // 8,
-            metadata * self.key_groups,
+            key_metadata,
             head_dim * self.value_bits // 8,
             metadata * self.value_groups,
             4,  # score, float32
             4,  # position, int32
         )
+
+    def segment_page_bytes(self, head_dim: int) -> tuple[int, int, int, int, int, int]:
+        """Bytes that each of the six segments of a page takes beside those of its tokens."""
+        if not self.codes_whole_pages:
+            return (0, 0, 0, 0, 0, 0)
+        values = 2 * head_dim if self.is_balanced else 0
+        return (0, METADATA_BYTES * head_dim, 0, values, 0, 0)
 
 
 FORMATS: dict[str, PageFormat] = {
@@ -63,6 +105,14 @@ FORMATS: dict[str, PageFormat] = {
         PageFormat("k8v4", 8, 4),
         PageFormat("k4v4", 4, 4),
         PageFormat("k4v2", 4, 2),
+        PageFormat("k4v8", 4, 8),
+        PageFormat("k8v2", 8, 2),
+        PageFormat("k2v4", 2, 4),
+        PageFormat("k4v1", 4, 1),
+        PageFormat("fp8", 8, 8, codec="float"),
+        PageFormat("kivi4", 4, 4, codec="by_channel"),
+        PageFormat("kivi2", 2, 2, codec="by_channel"),
+        PageFormat("kvarn", 4, 2, codec="balanced"),
     )
 }
 
@@ -97,6 +147,10 @@ class PageLayout:
     (float32), positions (int32). Each starts at a multiple of 16 bytes. Metadata is
     ``[tokens, groups, 2]`` fp16: scale and zero. 16-bit formats have no metadata and
     keep their keys token by token whatever ``key_order`` says.
+
+    Formats that are encoded page by page have ``[head_dim, 2]`` fp16 as metadata of keys: scale and
+    zero of each channel. If they are balanced, ``[tokens]`` fp16, a scale of each token's key,
+    follow there, and ``[head_dim]`` fp16, a scale of each channel, follow the metadata of values.
 
     With ``has_bias`` the fifth segment holds a logit bias of each token in place of its score:
     attention adds it to the scaled, capped logit. A token that stands for k equal ones has log k.
@@ -144,7 +198,7 @@ class PageLayout:
         count = self.size_bytes // self.format.token_bytes(self.head_dim)
         while count > 0 and self.used_bytes(count) > self.size_bytes:
             count -= 1
-        return count
+        return count - count % RECENT_TOKENS if self.format.codes_whole_pages else count
 
     @cached_property
     def offsets(self) -> tuple[int, int, int, int, int, int]:
@@ -153,9 +207,29 @@ class PageLayout:
         return (0, *ends[:5])
 
     @property
-    def read_bytes(self) -> int:
-        """Bytes of one token of one KV head that attention reads."""
-        return self.format.read_bytes(self.head_dim) + 4 * self.has_bias
+    def token_scales(self) -> int:
+        """Byte offset of the scales of keys by token, if the format is balanced."""
+        return self.offsets[1] + METADATA_BYTES * self.head_dim
+
+    @property
+    def channel_scales(self) -> int:
+        """Byte offset of the scales of values by channel, if the format is balanced."""
+        return self.offsets[3] + METADATA_BYTES * self.tokens
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether tokens have scores that decode adds to.
+
+        Tokens with a bias have none, nor have tokens that cannot leave their page alone.
+        """
+        return not self.has_bias and not self.format.codes_whole_pages
+
+    @property
+    def read_bytes(self) -> float:
+        """Bytes of one token of one KV head that attention reads, in a full page."""
+        of_token = self.format.read_bytes(self.head_dim) + 4 * self.has_bias
+        of_page = sum(self.format.segment_page_bytes(self.head_dim))
+        return of_token + of_page / self.tokens if of_page else of_token
 
     def pages(self, tokens: int) -> int:
         """Pages of this layout that ``tokens`` tokens of one KV head take."""
@@ -170,9 +244,12 @@ class PageLayout:
         return self._ends(tokens)[5]
 
     def _ends(self, tokens: int) -> tuple[int, int, int, int, int, int]:
-        end, ends = 0, list[int]()
-        for per_token in self.format.segment_token_bytes(self.head_dim):
-            end = align(end + tokens * per_token, ALIGN_BYTES)
+        end, ends, dim = 0, list[int](), self.head_dim
+        segments = zip(
+            self.format.segment_token_bytes(dim), self.format.segment_page_bytes(dim), strict=True
+        )
+        for per_token, per_page in segments:
+            end = align(end + tokens * per_token + per_page, ALIGN_BYTES)
             ends.append(end)
         return (ends[0], ends[1], ends[2], ends[3], ends[4], ends[5])
 

@@ -9,6 +9,7 @@ from triptych.core.errors import ConfigError, UnknownMethod
 from triptych.core.layout import (
     ALIGN_BYTES,
     FORMATS,
+    RECENT_TOKENS,
     Geometry,
     KeyOrder,
     PageLayout,
@@ -25,9 +26,6 @@ NEAR_SHARE = 0.8
 the rest."""
 RECENT_FORMAT = "k8v8"
 """Format of the sink and of the newest tokens of a request that is compressed."""
-RECENT_TOKENS = 3
-"""Least tokens of a small page. With 3 tokens of ``RECENT_FORMAT`` an eighth of a page that 32
-tokens of K8V4 fill is full too."""
 RECENT_PARTS = 8
 """Most small pages of a page."""
 BLOCK_PAGES = 2
@@ -43,7 +41,8 @@ class PagePlan:
     pages, except the sink and the newest ones, which it moves to recent pages: small pages, so
     that a short prompt does not take a whole page for each head row. Decode writes new tokens to
     recent pages. When so many of them are older than the window that they free the bytes of a high
-    page, they move to high and low pages. A 16-bit policy leaves all tokens in raw pages.
+    page, or fill one that is encoded whole, they move to high and low pages. A 16-bit policy leaves
+    all tokens in raw pages.
 
     A server can offer several methods: this is the plan of its default one, and ``of_method`` has
     those of the others. They differ in the policy alone.
@@ -154,6 +153,14 @@ class PagePlan:
         for name in ("fp16", self.policy.high_format, self.policy.low_format):
             if name is not None:
                 self._layout(name)
+        if self.codes_whole_pages and (
+            not self.high.tokens or self.high.tokens % self.recent.tokens
+        ):
+            raise ConfigError(
+                f"pool.page_bytes={self.page_bytes}: {self.policy.name!r} encodes "
+                f"{self.high.tokens} tokens at a time, and small pages hold {self.recent.tokens}: "
+                "use a size with small pages of 3 tokens, such as 'auto'"
+            )
         chunk, most = self.policy.merged_tokens, self.retire_tokens
         if self.merges and chunk > most:
             raise ConfigError(
@@ -221,6 +228,14 @@ class PagePlan:
         """Whether tokens of prompts are merged. Their high pages have biases."""
         return self.policy.merger is not None
 
+    @property
+    def codes_whole_pages(self) -> bool:
+        """Whether all tokens of a high page are encoded together.
+
+        Tokens leave the recent pages a whole high page at a time.
+        """
+        return self.high.format.codes_whole_pages
+
     @cached_property
     def sink_tokens(self) -> int:
         """First tokens of a sequence that stay in recent pages, rounded up to whole pages."""
@@ -230,8 +245,10 @@ class PagePlan:
     def retire_tokens(self) -> int:
         """Tokens of a head row that move from recent to high and low pages at a time, in decode.
 
-        They free as many bytes of recent pages as a high page takes.
+        They free as many bytes of recent pages as a high page takes, or fill a high page.
         """
+        if self.codes_whole_pages:
+            return self.high.tokens
         return self.recent.parts * self.recent.tokens if self.compresses else 0
 
     def leaving_tokens(self, tokens: int) -> int:
@@ -245,6 +262,8 @@ class PagePlan:
         if not self.compresses:
             return 0
         ready = max(0, tokens - self.sink_tokens - self.policy.window_tokens)
+        if self.codes_whole_pages:
+            return ready - ready % self.high.tokens
         has_blocks = self.has_fixed_pages and self.sink_tokens + ready >= self.block_tokens
         chunk = self.policy.merged_tokens
         rest = (ready + self.sink_shift * has_blocks) % (self.high.tokens * chunk)
@@ -300,7 +319,7 @@ class PagePlan:
     @property
     def retire_pages(self) -> int:
         """Recent pages of a head row that retire at a time."""
-        return self.recent.parts if self.compresses else 0
+        return self.retire_tokens // self.recent.tokens
 
     @property
     def block_tokens(self) -> int:
@@ -312,15 +331,17 @@ class PagePlan:
         """Whether requests of the method read and fill the prefix cache.
 
         Prefill reads the keys of a cached prefix token by token and without biases, so merged
-        tokens cannot be one; which tokens are merged, or dropped by a retention rule, depends on
-        the whole prompt; and blocks of the cache are high, whatever modality their tokens have.
+        tokens cannot be one, nor can pages that are encoded whole; which tokens are merged, or
+        dropped by a retention rule, depends on the whole prompt; and blocks of the cache are high,
+        whatever modality their tokens have.
         """
         return self.prefix_bytes > 0 and self.prefix_block_tokens > 0
 
     @property
     def prefix_block_tokens(self) -> int:
         """Tokens of a block of the prefix cache; 0 for methods that never use it."""
-        return 0 if self.policy.decides_by_whole_prompt else self.block_tokens
+        is_own = self.policy.decides_by_whole_prompt or self.codes_whole_pages
+        return 0 if is_own else self.block_tokens
 
     @property
     def shares(self) -> bool:
@@ -342,6 +363,12 @@ class PagePlan:
     def has_fixed_pages(self) -> bool:
         """Whether some pages of a request are never written: blocks of a prompt, shared or own."""
         return self.shares or self.rounds_prompts
+
+    @property
+    def rounding(self) -> PageLayout:
+        """The layout to whose numbers prefill rounds the tokens that it rounds; others are rounded
+        to 16 bits."""
+        return self.raw if self.codes_whole_pages else self.high
 
     def rounded_tokens(self, prompt_tokens: int) -> range:
         """Positions of the prompt tokens that prefill rounds: whole blocks without the sink.
@@ -425,8 +452,18 @@ class PagePlan:
 
 
 def _check_selection(config: AppConfig, policy: Policy) -> None:
-    """Raise ConfigError if pages with biases would be ranked: summaries are of keys alone."""
+    """Raise ConfigError if pages would be ranked whose summaries are not like their logits.
+
+    Summaries are of keys alone, without biases, and are made of pages whose keys are read token by
+    token.
+    """
     how = config.decode.selection.method
+    high = page_format(policy.high_format)
+    if high.codes_whole_pages and how != "none":
+        raise ConfigError(
+            f"compressor.methods: {policy.name!r} with decode.selection.method={how}: pages of "
+            f"{high.name} have no summaries; serve the method without selection"
+        )
     if policy.merger is not None and how != "none":
         raise ConfigError(
             f"compressor.methods: {policy.name!r} with decode.selection.method={how}: selection "

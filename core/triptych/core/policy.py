@@ -107,6 +107,9 @@ class Policy:
         if self.low_format is None:
             return
         above, below = page_format(self.high_format), page_format(self.low_format)
+        for setting, form in (("high_format", above), ("low_format", below)):
+            expected = "a format whose tokens can move alone, since tokens change their class"
+            require(not form.codes_whole_pages, f"compressor.{setting}", form.name, expected)
         require(above.is_quantized, "compressor.high_format", above.name, "a quantized format")
         fewer = below.key_bits <= above.key_bits and below.value_bits <= above.value_bits
         require(

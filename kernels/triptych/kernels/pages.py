@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import PageLayout
+from triptych.core.layout import METADATA_BYTES, PageLayout
 from triptych.kernels.codegen.call_cache import CallCache
 
 
@@ -56,9 +56,14 @@ class Segments:
     keys: Tensor
     """[P, T, bytes] for either key order; float16 [P, T, d] for 16-bit formats."""
     key_metadata: Tensor
-    """float16 [P, T, groups, 2]: scale and zero; no groups for 16-bit formats."""
+    """float16 [P, T, groups, 2]: scale and zero; no groups for 16-bit formats. float16 [P, d, 2],
+    by channel, if pages are encoded whole."""
+    token_scales: Tensor
+    """float16 [P, T], of keys; [P, 0] unless the format is balanced."""
     values: Tensor
     value_metadata: Tensor
+    channel_scales: Tensor
+    """float16 [P, d], of values; [P, 0] unless the format is balanced."""
     scores: Tensor
     """float32 [P, T]: scores, or logit biases if the layout has them."""
     positions: Tensor
@@ -76,17 +81,26 @@ def segments(arena: Tensor, layout: PageLayout) -> Segments:
     check_arena(arena, layout)
     if layout.parts > 1:
         arena = arena.view(-1, layout.size_bytes)
-    form, count = layout.format, layout.tokens
-    sizes = [count * size for size in form.segment_token_bytes(layout.head_dim)]
+    form, count, dim = layout.format, layout.tokens, layout.head_dim
+    sizes = [count * size for size in form.segment_token_bytes(dim)]
+    if form.codes_whole_pages:
+        sizes[1] = METADATA_BYTES * dim
     parts = [
         arena[:, start : start + size] for start, size in zip(layout.offsets, sizes, strict=True)
     ]
     groups = (form.key_groups, form.value_groups) if form.is_quantized else (0, 0)
+    key_shape = (dim, 2) if form.codes_whole_pages else (count, groups[0], 2)
+    scales = [
+        arena[:, start : start + 2 * size * form.is_balanced].view(torch.float16)
+        for start, size in ((layout.token_scales, count), (layout.channel_scales, dim))
+    ]
     return Segments(
         keys=_tokens_first(parts[0], layout),
-        key_metadata=_split(parts[1].view(torch.float16), count, groups[0], 2),
+        key_metadata=_split(parts[1].view(torch.float16), *key_shape),
+        token_scales=scales[0],
         values=_split(_coded(parts[2], form.value_bits), count, -1),
         value_metadata=_split(parts[3].view(torch.float16), count, groups[1], 2),
+        channel_scales=scales[1],
         scores=parts[4].view(torch.float32),
         positions=parts[5].view(torch.int32),
     )
@@ -161,6 +175,25 @@ def check_moves(
         raise ConfigError(
             f"slots {tuple(slots.shape)}, places {tuple(places.shape)} and {tuple(shape)}, "
             f"{sorted(kv_heads)} KV heads: expected [R], and [R, KH, T] twice"
+        )
+
+
+def check_written_alone(name: str, *layouts: PageLayout) -> None:
+    """Raise ``ConfigError`` for formats in which no token of a page can be written alone."""
+    for layout in layouts:
+        if layout.format.codes_whole_pages:
+            raise ConfigError(
+                f"{name}: pages of {layout.format.name} are encoded whole, {layout.tokens} tokens "
+                "at a time: use move_tokens from pages of another format"
+            )
+
+
+def check_whole_pages(layout: PageLayout, tokens: int) -> None:
+    """Raise ``ConfigError`` unless ``tokens`` tokens of a head row are whole pages of a format."""
+    if tokens % layout.tokens:
+        raise ConfigError(
+            f"move_tokens: {tokens} tokens to {layout.format.name} pages: expected a multiple of "
+            f"{layout.tokens}, since pages are encoded whole"
         )
 
 

@@ -1,4 +1,4 @@
-"""Requests of four compression methods at once, while a compressor and a decode worker die."""
+"""Requests of several compression methods at once, while a compressor and a decode worker die."""
 
 import asyncio
 import random
@@ -14,6 +14,7 @@ from triptych.core.messages import Request, Sampling
 METHODS = (
     ("uniform:k8v4", "learned:merge", "uniform:fp16"),
     ("snapkv", "learned:score", "adakv"),
+    ("kvarn", "fp8", "uniform:k8v2"),
 )
 """Beside the default."""
 CLIENTS, ANSWER_TOKENS = 16, 60

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.learned import CHUNK_TOKENS, networks_beside
+from tests.moves import ALONE
 from tests.tiny import DIFFKV
 from tests.unit.workers.decode.test_resume import Client, Stages
 from triptych.core.images import Segment
-from triptych.core.layout import FORMATS
 from triptych.core.messages import (
     Compress,
     Compressed,
@@ -35,12 +35,14 @@ from triptych.workers.kv.handle_codec import unpack_run
 METHOD_NAMES = tuple(
     name
     for row in METHODS.builtin
-    for name in ([f"uniform:{form}" for form in FORMATS] if row == "uniform" else [row])
+    for name in ([f"uniform:{form}" for form in ALONE] if row == "uniform" else [row])
 )
-"""Each row of the table, and ``uniform`` with each format."""
+"""Each row of the table, and ``uniform`` with each format whose tokens are written alone."""
 ALIKE = (
     *("streaming_llm", "knorm", "h2o", "snapkv", "pyramidkv", "tova"),
     *("learned:paper", "learned:score"),
+    *("saw_int4", "fp8", "kivi", "kivi:2"),
+    *(f"uniform:{form}" for form in ("k4v8", "k8v2", "k2v4", "k4v1", "fp8")),
 )
 """Methods that differ from another one in a part that has tests of its own."""
 METHODS_TO_TEST = tuple(

@@ -187,6 +187,52 @@ def test_sixteen_bits_take_the_coordinates_of_the_others() -> None:
     assert plan(policy="uniform:fp16").policy.kv_rotation == KVRotation()
 
 
+@pytest.mark.parametrize("name", ["kivi", "kivi:2", "kvarn"])
+@pytest.mark.parametrize("prompt", [0, 1, 66, 110, 142, 230, 1024])
+def test_tokens_of_codecs_of_whole_pages_leave_a_page_at_a_time(name: str, prompt: int) -> None:
+    found = plan(policy=name)
+    room, leaving = found.high.tokens, found.leaving_tokens(prompt)
+    assert found.retire_tokens == room == found.retire_pages * found.recent.tokens
+    assert leaving % room == 0
+    kept = found.sink_tokens + found.policy.window_tokens
+    assert min(prompt, kept) <= prompt - leaving < kept + room
+    assert not any((found.caches_prompts, found.shares, found.rounds_prompts))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "says"),
+    [
+        ({"policy": "kivi", "kv_rotation": "hadamard"}, "'kivi' has scales of channels"),
+        ({"policy": "kvarn", "kv_rotation": "none"}, "'kvarn' rotates keys and values"),
+        ({"policy": "saw_int4", "kv_rotation": "none"}, "'saw_int4' rotates keys and values"),
+        ({"policy": "kvarn", "methods": ["kivi"]}, "different coordinates"),
+        ({"policy": "uniform:kivi4"}, "pages of kivi4 are encoded whole"),
+        ({"policy": "diffkv", "high_format": "kvarn"}, "compressor.high_format='kvarn'"),
+        ({"policy": "diffkv", "low_format": "kivi2"}, "compressor.low_format='kivi2'"),
+    ],
+)
+def test_codecs_in_settings_that_they_do_not_fit_are_refused(
+    compressor: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(**compressor)
+
+
+def test_codecs_of_whole_pages_refuse_page_selection_and_odd_pages() -> None:
+    for settings, says in (
+        ({"decode": {"selection": {"method": "box"}}}, "pages of kvarn have no summaries"),
+        ({"pool": {"page_bytes": 5120}}, "page_bytes=5120: 'kvarn' encodes"),
+    ):
+        config = AppConfig.from_mapping({**settings, "compressor": {"policy": "kvarn"}})
+        with pytest.raises(ConfigError, match=says):
+            PagePlan.of(config, GEOMETRY)
+
+
+def test_formats_that_need_no_rotation_take_that_of_the_others() -> None:
+    found = plan(policy="kivi", methods=("fp8", "kivi:2", "uniform:k8v4"), kv_rotation="none")
+    assert {one.policy.kv_rotation for one in found.by_method.values()} == {KVRotation()}
+
+
 def plain_k8v8(config: CompressorConfig, profile: Profile | None = None) -> Policy:
     """A policy of its own, without rotation."""
     return replace(

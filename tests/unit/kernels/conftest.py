@@ -1,14 +1,14 @@
 """Fixtures of kernel tests: pages filled with garbage, then with some tokens."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
-from triptych.kernels import Section, load_tokens, store_tokens
+from triptych.kernels import Section, load_tokens, move_tokens, store_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +63,14 @@ class Cache:
         """Store ``counts[slot][head]`` tokens, random ones if no [S, KH, N, d] are given.
 
         ``name``: a format, or ``k8v8/8`` for small pages, eight in one of the arena. ``has_bias``:
-        tokens have random logit biases.
+        tokens have random logit biases. Counts of formats that are encoded page by page are rounded
+        up to whole pages.
         """
         form, _, divided = name.partition("/")
         parts = int(divided or 1)
         layout = PageLayout(FORMATS[form], self.head_dim, self.page_bytes, order, parts, has_bias)
+        if layout.format.codes_whole_pages:
+            counts = [[layout.pages(n) * layout.tokens for n in row] for row in counts]
         tokens = torch.tensor(counts, dtype=torch.int32)
         longest = max(1, int(tokens.max()))
         pages = torch.full((*tokens.shape, layout.pages(longest)), 2**30, dtype=torch.int32)
@@ -82,6 +85,9 @@ class Cache:
                 taken = small.flatten()[: layout.pages(count)].flip(0)
                 pages[slot, head, : len(taken)] = taken
                 token = torch.arange(count)
+                if layout.format.codes_whole_pages:
+                    self._encode(layout, taken, key[slot, head, :count], value[slot, head, :count])
+                    continue
                 store_tokens.on("reference")(
                     self.arena,
                     layout,
@@ -99,6 +105,28 @@ class Cache:
         bias = bias[..., : keys.shape[2]].double().where(positions >= 0, 0.0)
         section = Section(layout, pages, tokens)
         return Stored(section, keys.double(), values.double(), positions, bias)
+
+    def _encode(self, layout: PageLayout, pages: Tensor, key: Tensor, value: Tensor) -> None:
+        """Encode whole pages from raw ones behind the arena; positions from 0 on."""
+        raw = replace(layout, format=FORMATS["fp16"])
+        count, first = len(key), len(self.arena)
+        behind = torch.arange(first, first + raw.pages(count)).int()
+        arena = torch.cat((self.arena, self.arena.new_empty(len(behind), self.page_bytes)))
+        token = torch.arange(count).int()
+        at = behind[token.long() // raw.tokens], token % raw.tokens
+        store_tokens.on("reference")(
+            arena, raw, key[:, None], value[:, None], *(index[:, None] for index in at), token
+        )
+        held, slot = torch.tensor([[count]]).int(), torch.zeros(1, dtype=torch.int32)
+        move_tokens.on("reference")(
+            arena,
+            Section(raw, behind[None, None], held),
+            Section(layout, pages[None, None], held),
+            slot,
+            token[None, None],
+            token[None, None],
+        )
+        self.arena[:] = arena[:first]
 
 
 @pytest.fixture

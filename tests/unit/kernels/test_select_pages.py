@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.moves import ALONE
 from triptych.core.errors import ConfigError
 from triptych.core.head_budgets import BUDGET_STEPS
 from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
@@ -118,7 +119,7 @@ def test_a_summary_takes_less_than_seven_percent_of_a_page(kind: Kind, head_dim:
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rotated", [False, True])
 def test_the_fast_summaries_are_those_of_the_reference(
@@ -231,13 +232,13 @@ ANY = Rule.of(0.5, sink_tokens=0, window_tokens=0)
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ALONE)
 def test_no_logit_is_above_the_score_of_its_box(name: str, rotated: bool) -> None:
     assert violations(name, 2_000, rotated) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ALONE)
 def test_no_logit_of_100_000_pages_is_above_the_score_of_its_box(name: str) -> None:
     assert sum(violations(name, 4_000, rotated=bool(turn % 2)) for turn in range(25)) == 0
 

@@ -77,6 +77,43 @@ def test_twenty_requests_of_five_methods_answer_as_each_does_alone(tiny_model: P
     assert sum(sizes["uniform:fp16"]) > sum(sizes["uniform:k8v4"]) > sum(sizes["uniform:k4v2"])
 
 
+CODECS = (
+    *("kvarn", "fp8", "saw_int4", "uniform:k4v8", "uniform:k8v2"),
+    *("snapkv", "adakv"),
+)
+"""Beside the default: seven methods with a rotation, as it has one."""
+UNROTATED = ("kivi", "kivi:2", "uniform:k8v4", "uniform:fp16", "fp8")
+"""Methods without a rotation."""
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(
+    ("default", "others", "rotation"),
+    [("diffkv", CODECS, "auto"), ("kivi", UNROTATED[1:], "none")],
+    ids=["rotated", "unrotated"],
+)
+def test_sixteen_requests_of_the_codecs_answer_as_each_does_alone(
+    tiny_model: Path, default: str, others: tuple[str, ...], rotation: str
+) -> None:
+    """Prompts and answers are long enough that pages are encoded whole while answers grow."""
+    compressor = {**DIFFKV, "policy": default, "methods": others, "kv_rotation": rotation}
+    every = ("", *others)
+    with served(config(compressor=compressor), tiny_model) as server:
+        asked = [
+            replace(
+                server.request(prompt(40 + 19 * n, seed=n % 3), greedy(110)),
+                method=every[n % len(every)],
+            )
+            for n in range(16)
+        ]
+        together = server.complete(asked)
+        alone = [server.complete([again(server, one)])[0] for one in asked]
+    assert tokens_of(together) == tokens_of(alone)
+    reports = [answer.report for answer in together]
+    names = [report.policy for report in reports if report is not None]
+    assert names == [one.method or default for one in asked]
+
+
 CACHED = ("", "learned:score", "leankv", "uniform:k4v2")
 """Methods of the next test whose prompts read and fill the prefix cache."""
 

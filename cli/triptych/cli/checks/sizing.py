@@ -7,7 +7,7 @@ from pathlib import Path
 from triptych.cli.checks.diagnosis import processes_bytes
 from triptych.core.config import MIB, AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS, Geometry
+from triptych.core.layout import Geometry
 from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.pages import PagePlan
 from triptych.core.profile import Profile
@@ -75,9 +75,9 @@ class Sizes:
 
 
 def policies(config: AppConfig, profile: Profile | None) -> Iterator[AppConfig]:
-    """The configured policy, then every format for all tokens."""
+    """The configured policy, then the formats for all tokens that are worth their bytes."""
     yield config
-    names = [f"uniform:{name}" for name in FORMATS]
+    names = [f"uniform:{name}" for name in ("fp16", "k8v8", "k8v4", "k4v4", "k4v2")]
     if profile is None:
         names.append("diffkv")
     for name in names:

@@ -44,7 +44,11 @@ def bench_attention(
         str, typer.Option(help="Implementations, comma-separated: cpu, reference.")
     ] = "cpu",
     formats: Annotated[
-        str, typer.Option(help="Page formats, comma-separated; k8v4+fp16 mixes both in a request.")
+        str,
+        typer.Option(
+            help="Page formats, comma-separated; k8v4+fp16 mixes both in a request. Tokens that do "
+            "not fill a page of kivi4, kivi2 or kvarn are in K8V8 pages."
+        ),
     ] = "fp16,k8v8,k8v4,k4v4,k4v2,k8v4+k4v2+fp16",
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,4,16",
     context: Annotated[
@@ -90,7 +94,11 @@ def bench_selection(
         str, typer.Option(help="Page ranking, comma-separated: moments, box.")
     ] = "moments",
     formats: Annotated[
-        str, typer.Option(help="Page formats, comma-separated; k8v4+fp16 mixes both in a request.")
+        str,
+        typer.Option(
+            help="Page formats, comma-separated; k8v4+fp16 mixes both in a request. Tokens that do "
+            "not fill a page of kivi4, kivi2 or kvarn are in K8V8 pages."
+        ),
     ] = "k8v4,k8v4+k4v2",
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,4",
     context: Annotated[

@@ -169,7 +169,8 @@ class CompressorConfig:
     policy: str = "auto"
     """How each token is stored: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
     significant ones in ``high_format`` and drops others or stores them in ``low_format``;
-    ``leankv`` decides by their share of all attention; ``streaming_llm``, ``knorm``, ``h2o``,
+    ``leankv`` decides by their share of all attention; ``saw_int4``, ``fp8``, ``kivi``, ``kivi:2``
+    and ``kvarn`` store all tokens in formats of their own; ``streaming_llm``, ``knorm``, ``h2o``,
     ``snapkv``, ``pyramidkv``, ``adakv`` and ``tova`` keep ``keep_share`` of a prompt's tokens, in
     ``high_format``; ``learned:merge``, ``learned:paper`` and ``learned:score`` use networks trained
     for the model (``learned``); ``module:object`` is a policy of your own (docs/extending.md).

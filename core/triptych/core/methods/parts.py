@@ -36,5 +36,7 @@ HADAMARD = Part(
     role="basis", name="hadamard", granularity="model", traits=frozenset({"mixes_channels"})
 )
 """A Hadamard rotation of keys and values after RoPE, around the mean key of a profile."""
+AS_COMPUTED = Part(role="basis", name="as_computed", granularity="model")
+"""Keys after RoPE and values as the model computes them."""
 ONE_RANGE = Part(role="codec", name="one_range_per_token", granularity="token")
 """A scale and a zero for each token and head, in unified pages; or 16 bits."""

@@ -1,6 +1,8 @@
 """``uniform:<format>``: all tokens in one format."""
 
 from triptych.core.config import CompressorConfig
+from triptych.core.errors import ConfigError
+from triptych.core.layout import page_format
 from triptych.core.methods.composition import Method
 from triptych.core.methods.parts import EVERY_TOKEN, HADAMARD, ONE_RANGE
 from triptych.core.policy import Policy, chosen, kv_rotation_of, settings_of
@@ -10,6 +12,16 @@ from triptych.core.profile import Profile
 def uniform(config: CompressorConfig, profile: Profile | None = None) -> Policy:
     """All tokens in one format, except the first and the newest."""
     high = config.policy.partition(":")[2].lower()
+    if page_format(high).codes_whole_pages:
+        raise ConfigError(
+            f"compressor.policy={config.policy}: pages of {high} are encoded whole, by a method of "
+            "their own: use 'kivi', 'kivi:2' or 'kvarn'"
+        )
+    return one_format(config, profile, high)
+
+
+def one_format(config: CompressorConfig, profile: Profile | None, high: str) -> Policy:
+    """A policy with all tokens in the format ``high``, except the first and the newest."""
     return Policy(
         name=config.policy,
         high_format=high,

@@ -44,12 +44,13 @@ FRONTIER = (
     *(f"served:{name}+keep_share={KEPT[0]}" for name in RETENTION),
     "uniform:k4v4",
     "leankv",
+    *("saw_int4", "fp8", "kivi", "kivi:2", "kvarn", "uniform:k4v8", "uniform:k8v2"),
     *(f"{name}+keep={share}" for share in KEPT for name in PRUNED),
     "uniform:k8v8",
     "diffkv+alpha_high=1",
     *(f"served:{name}+keep_share={KEPT[1]}" for name in RETENTION),
-    "simulated:k4v8",
-    "simulated:k2v4",
+    "uniform:k2v4",
+    "uniform:k4v1",
 )
 """Methods of ``triptych eval frontier`` unless told otherwise."""
 

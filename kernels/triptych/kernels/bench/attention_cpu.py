@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 from time import perf_counter
@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from triptych.core.errors import TriptychError
 from triptych.core.layout import KeyOrder, PageLayout, default_page_bytes, page_format
-from triptych.kernels.codec import store_tokens
+from triptych.kernels.codec import move_tokens, store_tokens
 from triptych.kernels.decode import decode_attention
 from triptych.kernels.pages import Section
 
@@ -106,13 +106,9 @@ def build_case(
     shape: Shape, name: str, query: Tensor, context: int, key_order: KeyOrder = "channel"
 ) -> Case:
     """Store random tokens for each request of ``query`` [R, H, d], in pages in random order."""
-    names, batch, device = name.split("+"), len(query), query.device
-    counts = [context // len(names)] * len(names)
-    counts[-1] += context - sum(counts)
+    batch, device = len(query), query.device
     page_bytes = default_page_bytes(shape.head_dim)
-    layouts = [
-        PageLayout(page_format(part), shape.head_dim, page_bytes, key_order) for part in names
-    ]
+    layouts, counts = _parts(name, shape.head_dim, context, key_order)
     widths = [layout.pages(count) for layout, count in zip(layouts, counts, strict=True)]
     head_rows = batch * shape.kv_heads
     arena = torch.zeros(head_rows * sum(widths), page_bytes, dtype=torch.uint8, device=device)
@@ -124,21 +120,61 @@ def build_case(
         _fill(arena, layout, table, count)
         tokens = torch.full((batch, shape.kv_heads), count, dtype=torch.int32, device=device)
         sections.append(Section(layout, table, tokens))
-    read = sum(
-        layout.format.read_bytes(shape.head_dim) * count
-        for layout, count in zip(layouts, counts, strict=True)
-    )
-    return Case(arena, sections, query, read * head_rows)
+    read = sum(layout.read_bytes * count for layout, count in zip(layouts, counts, strict=True))
+    return Case(arena, sections, query, round(read * head_rows))
+
+
+def _parts(
+    name: str, head_dim: int, context: int, key_order: KeyOrder
+) -> tuple[list[PageLayout], list[int]]:
+    """Layouts and tokens of the sections of a request.
+
+    Tokens that do not fill a page of a format whose pages are encoded whole are in K8V8 pages, as
+    recent tokens are.
+    """
+    names, page_bytes = name.split("+"), default_page_bytes(head_dim)
+    counts = [context // len(names)] * len(names)
+    counts[-1] += context - sum(counts)
+    layouts = [PageLayout(page_format(part), head_dim, page_bytes, key_order) for part in names]
+    rest = 0
+    for index, layout in enumerate(layouts):
+        if layout.format.codes_whole_pages:
+            rest += counts[index] % layout.tokens
+            counts[index] -= counts[index] % layout.tokens
+    if rest:
+        layouts.append(replace(layouts[0], format=page_format("k8v8")))
+        counts.append(rest)
+    return layouts, counts
 
 
 def _fill(arena: Tensor, layout: PageLayout, table: Tensor, count: int) -> None:
     """Store ``count`` random tokens in each head row of ``table`` [R, KH, M]."""
     token = torch.arange(count, device=arena.device)
+    if layout.format.codes_whole_pages:
+        for pages in table:
+            _encode(arena, layout, pages, count)
+        return
     for pages in table:
         key, value = torch.randn(2, count, len(pages), layout.head_dim, device=arena.device)
         where = pages[:, token // layout.tokens].T.contiguous()
         rows = (token % layout.tokens).int()[:, None].repeat(1, len(pages))
         store_tokens(arena, layout, key, value, where, rows, token.int())
+
+
+def _encode(arena: Tensor, layout: PageLayout, pages: Tensor, count: int) -> None:
+    """Encode ``count`` random tokens in each row of ``pages`` [KH, M], from raw pages."""
+    raw, there = replace(layout, format=page_format("fp16")), {"device": arena.device}
+    heads, width = pages.shape
+    each = raw.pages(count)
+    both = arena.new_empty(heads * (each + width), arena.shape[1])
+    numbers = torch.arange(len(both), dtype=torch.int32, **there)
+    source, target = numbers[: heads * each].view(heads, -1), numbers[heads * each :]
+    held = torch.full((1, heads), count, dtype=torch.int32, **there)
+    sections = Section(raw, source[None], held), Section(layout, target.view(1, heads, -1), held)
+    _fill(both, raw, source[None], count)
+    token = torch.arange(count, dtype=torch.int32, **there).expand(1, heads, -1).contiguous()
+    move_tokens(both, *sections, torch.zeros(1, dtype=torch.int32, **there), token, token)
+    arena[pages.flatten().long()] = both[heads * each :]
 
 
 def torch_attention(

@@ -7,6 +7,7 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
+from triptych.kernels.codec.page_vectors import encode_keys, encode_values
 from triptych.kernels.codec.vectors import (
     PART_WORDS,
     decode,
@@ -67,7 +68,9 @@ ROUND_DIM, ROUND_KIND, ROUND_HEADS, ROUND_KEY, ROUND_VALUE, ROUND_STRIDES = rang
 ROUND_QUANTIZED, ROUND_KEY_BITS, ROUND_KEY_GROUPS, ROUND_VALUE_BITS, ROUND_VALUE_GROUPS = range(
     ROUND_STRIDES + 4, ROUND_STRIDES + 9
 )
-ROUND_OUT_KEY, ROUND_OUT_VALUE = range(ROUND_VALUE_GROUPS + 1, ROUND_VALUE_GROUPS + 3)
+ROUND_IS_FLOAT, ROUND_OUT_KEY, ROUND_OUT_VALUE = range(
+    ROUND_VALUE_GROUPS + 1, ROUND_VALUE_GROUPS + 4
+)
 ROUND_WORDS = ROUND_OUT_VALUE + 1
 
 CHUNK = 64
@@ -251,6 +254,56 @@ def move(address):
 
 
 @team_body
+def move_pages(address):
+    """``move`` into pages that are encoded whole: an item is a page, ``RUN`` its tokens."""
+    job = carray(pointer(address), MOVE_WORDS, np.int64)
+    source = _form(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
+    target = _form(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
+    table = _table(job[SOURCE_TABLE : SOURCE_TABLE + TABLE_WORDS])
+    target_table = _table(job[TARGET_TABLE : TARGET_TABLE + TABLE_WORDS])
+    room, dim = job[RUN], job[HEAD_DIM]
+    codes = np.empty(dim, np.uint8)
+    keys, values = np.empty((room, dim), np.float32), np.empty((room, dim), np.float32)
+    olds, rows = np.empty(room, np.int64), np.empty(room, np.int64)
+    while True:
+        item = fetch_add(address, 1)
+        if item >= job[ITEMS]:
+            break
+        first, item = item % job[RUNS] * room, item // job[RUNS]
+        row, head = item // job[HEADS], item % job[HEADS]
+        slot = np.int64(_word(job[SLOTS], row)[0])
+        places = job[PLACES] + 4 * (row * job[ROW_STRIDE] + head * job[HEAD_PLACES] + first)
+        to = job[TO] + 4 * (row * job[TO_ROW_STRIDE] + head * job[TO_HEAD_PLACES] + first)
+        start = _word(to, 0)[0]
+        if start < 0:
+            continue
+        page, _ = _page_in(target_table, slot, head, start, target.tokens)
+        is_good = start % np.int32(room) == 0 and _is_slot(job, target, page, 0)
+        for token in range(room):
+            place = _word(places, token)[0]
+            is_good = is_good and _word(to, token)[0] == start + token
+            old, old_row = _page_in(table, slot, head, place, source.tokens)
+            is_good = is_good and _is_slot(job, source, old, old_row)
+            if is_good:
+                olds[token] = job[ARENA] + np.int64(old) * source.page_bytes
+                rows[token] = old_row
+                decode(source.keys, olds[token], rows[token], codes, keys[token])
+                decode(source.values, olds[token], rows[token], codes, values[token])
+        if not is_good:
+            job[BAD] = 1
+            continue
+        new = job[ARENA] + np.int64(page) * target.page_bytes
+        encode_keys(keys, target.keys, new)
+        encode_values(values, target.values, new)
+        for token in range(room):
+            _word(new + target.scores, token)[0] = _word(olds[token] + source.scores, rows[token])[
+                0
+            ]
+            position = _word(olds[token] + source.positions, rows[token])[0]
+            _word(new + target.positions, token)[0] = position
+
+
+@team_body
 def load(address):
     job = carray(pointer(address), LOAD_WORDS, np.int64)
     form, dim, longest = _form(job[LOAD_FORM : LOAD_FORM + FORM_WORDS]), job[HEAD_DIM], job[LONGEST]
@@ -289,7 +342,7 @@ def round_trip(address):
     codes, metadata = np.empty(dim, np.uint8), np.empty(2, np.uint16)
     key_bits, key_groups = job[ROUND_KEY_BITS], job[ROUND_KEY_GROUPS]
     value_bits, value_groups = job[ROUND_VALUE_BITS], job[ROUND_VALUE_GROUPS]
-    strides = job[ROUND_STRIDES : ROUND_STRIDES + 4]
+    strides, is_float = job[ROUND_STRIDES : ROUND_STRIDES + 4], job[ROUND_IS_FLOAT]
     while True:
         start = fetch_add(address, CHUNK)
         if start >= items:
@@ -300,11 +353,11 @@ def round_trip(address):
             read_floats(
                 job[ROUND_KEY], job[ROUND_KIND], token * strides[0] + head * strides[1], keys[item]
             )
-            round_vector(keys[item], codes, metadata, key_bits, key_groups, times)
+            round_vector(keys[item], codes, metadata, key_bits, key_groups, is_float, times)
             read_floats(
                 job[ROUND_VALUE],
                 job[ROUND_KIND],
                 token * strides[2] + head * strides[3],
                 values[item],
             )
-            round_vector(values[item], codes, metadata, value_bits, value_groups, times)
+            round_vector(values[item], codes, metadata, value_bits, value_groups, is_float, times)

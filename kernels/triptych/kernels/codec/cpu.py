@@ -8,9 +8,16 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import PageLayout
+from triptych.core.layout import PageFormat, PageLayout
 from triptych.kernels.codec import codec_numba
-from triptych.kernels.codec.vectors import COPY, NARROW, REQUANTIZE
+from triptych.kernels.codec.vectors import (
+    BY_CHANNEL,
+    COPY,
+    FLOAT8,
+    NARROW,
+    RANGE,
+    REQUANTIZE,
+)
 from triptych.kernels.codegen.numba_runtime import team_address, team_threads
 from triptych.kernels.floats import KINDS
 from triptych.kernels.pages import (
@@ -19,6 +26,8 @@ from triptych.kernels.pages import (
     check_arena,
     check_indices,
     check_moves,
+    check_whole_pages,
+    check_written_alone,
     is_channel_major,
 )
 
@@ -35,6 +44,7 @@ def store_tokens(
 ) -> None:
     """See ``reference.store_tokens``."""
     check_arena(arena, layout)
+    check_written_alone("store_tokens", layout)
     check_indices(pages, rows, positions)
     if key.dtype not in (torch.float32, torch.bfloat16) or value.dtype != key.dtype:
         raise ConfigError(f"store_tokens: key {key.dtype}, value {value.dtype}: unsupported")
@@ -71,6 +81,7 @@ def append_tokens(
     mirror: Tensor | None = None,
 ) -> None:
     """See ``reference.append_tokens``."""
+    check_written_alone("append_tokens", section.layout)
     if mirror is not None:
         append_tokens(mirror, section, key, value, slots, places, positions)
     pages, table = section.call_cache.get(
@@ -113,6 +124,7 @@ def transcode(
     """See ``reference.transcode``."""
     check_arena(arena, source_layout)
     check_arena(arena, target_layout)
+    check_written_alone("transcode", source_layout, target_layout)
     indices = [item.contiguous() for item in (source_pages, source_rows, target_pages, target_rows)]
     check_indices(*indices)
     job = _job(
@@ -138,8 +150,15 @@ def move_tokens(
     check_moves(source, target, slots, places, target_places)
     slots, places, target_places = slots.contiguous(), _dense(places), _dense(target_places)
     rows, heads, most = target_places.shape
-    run = max(1, min(most, codec_numba.CHUNK))
-    runs, at_once = -(-most // run), codec_numba.CHUNK // run
+    is_whole = target.layout.format.codes_whole_pages
+    if is_whole:
+        check_written_alone("move_tokens", source.layout)
+        check_whole_pages(target.layout, most)
+        run, at_once = target.layout.tokens, 1
+    else:
+        run = max(1, min(most, codec_numba.CHUNK))
+        at_once = codec_numba.CHUNK // run
+    runs = -(-most // run)
     job = _job(
         arena,
         source.layout.head_dim,
@@ -156,7 +175,8 @@ def move_tokens(
         target_places.data_ptr(),
         *target_places.stride()[:2],
     )
-    _run(job, codec_numba.move.address, "move_tokens", alone=at_once)
+    body = codec_numba.move_pages if is_whole else codec_numba.move
+    _run(job, body.address, "move_tokens", alone=at_once)
 
 
 def load_tokens(
@@ -192,6 +212,7 @@ def round_tokens(
     layout: PageLayout, key: Tensor, value: Tensor, quantized: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.round_tokens``."""
+    check_written_alone("round_tokens", layout)
     if key.dtype not in KINDS or value.dtype != key.dtype:
         raise ConfigError(f"round_tokens: key {key.dtype}, value {value.dtype}: unsupported")
     key, value, form = _dense(key), _dense(value), layout.format
@@ -214,6 +235,7 @@ def round_tokens(
         form.key_groups,
         form.value_bits,
         form.value_groups,
+        int(form.has_float_codes),
         out[0].data_ptr(),
         out[1].data_ptr(),
     )
@@ -227,8 +249,15 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
     form, offsets = layout.format, layout.offsets
     key_bytes, _, value_bytes, _, _, _ = form.segment_token_bytes(layout.head_dim)
     key_strides = (layout.tokens, 1) if is_channel_major(layout) else (1, key_bytes)
-    keys = (offsets[0], *key_strides, offsets[1], form.key_bits, form.key_groups)
-    values = (offsets[2], 1, value_bytes, offsets[3], form.value_bits, form.value_groups)
+    kind = FLOAT8 if form.has_float_codes else RANGE
+    key_kind = BY_CHANNEL if form.codes_whole_pages else kind
+    scales = (layout.token_scales, layout.channel_scales) if form.is_balanced else (0, 0)
+    keys = (
+        offsets[0], *key_strides, offsets[1], form.key_bits, form.key_groups, key_kind, scales[0],
+    )  # fmt: skip
+    values = (
+        offsets[2], 1, value_bytes, offsets[3], form.value_bits, form.value_groups, kind, scales[1],
+    )  # fmt: skip
     page = layout.size_bytes, layout.parts
     return (layout.tokens, offsets[4], offsets[5], *page, *_coded(*keys), *_coded(*values))
 
@@ -240,8 +269,10 @@ def conversion_words(source: PageLayout, target: PageLayout) -> tuple[int, ...]:
     return (
         *form_words(source),
         *form_words(target),
-        _conversion(old.key_bits, old.key_groups, new.key_bits, new.key_groups),
-        _conversion(old.value_bits, old.value_groups, new.value_bits, new.value_groups),
+        _conversion(old, (old.key_bits, old.key_groups), new, (new.key_bits, new.key_groups)),
+        _conversion(
+            old, (old.value_bits, old.value_groups), new, (new.value_bits, new.value_groups)
+        ),
     )
 
 
@@ -276,13 +307,21 @@ def _table_words(section: Section) -> tuple[int, ...]:
 
 def _coded(*part: int) -> tuple[int, ...]:
     """The words of a part; 16-bit parts have no metadata groups."""
-    return (*part[:5], 0) if part[4] == 16 else part
+    return (*part[:5], 0, 0, 0) if part[4] == 16 else part
 
 
-def _conversion(bits: int, groups: int, to_bits: int, to_groups: int) -> int:
-    if bits == to_bits and (bits == 16 or groups == to_groups):
+def _conversion(
+    old: PageFormat, source: tuple[int, int], new: PageFormat, target: tuple[int, int]
+) -> int:
+    """The conversion of vectors; ``source``, ``target``: bits and groups."""
+    (bits, groups), (to_bits, to_groups) = source, target
+    if bits == to_bits == 16:
         return COPY
-    return NARROW if to_bits < bits < 16 and groups == to_groups else REQUANTIZE
+    if groups != to_groups or old.has_float_codes != new.has_float_codes:
+        return REQUANTIZE
+    if bits == to_bits:
+        return COPY
+    return NARROW if to_bits < bits < 16 else REQUANTIZE
 
 
 def _dense(vectors: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS, PageLayout
+from triptych.core.layout import FORMATS, PageFormat, PageLayout
+from triptych.kernels.codec.gpu_pages import encode_pages
 from triptych.kernels.codec.gpu_slots import (
     append_slots,
     load_slots,
@@ -16,12 +17,15 @@ from triptych.kernels.codec.gpu_slots import (
     store_slots,
     transcode_slots,
 )
+from triptych.kernels.codec.page_codecs import NORMALIZATIONS
 from triptych.kernels.pages import (
     Section,
     check_append,
     check_arena,
     check_indices,
     check_moves,
+    check_whole_pages,
+    check_written_alone,
 )
 from triptych.kernels.triton.launch import (
     VECTOR_TYPES,
@@ -68,6 +72,7 @@ def plan_store(
 ) -> list[Launch]:
     """The launch of one call."""
     check_arena(arena, layout)
+    check_written_alone("store_tokens", layout)
     check_indices(pages, rows, positions)
     check_device("store_tokens", arena, key, value, pages, rows, positions, scores)
     if key.dtype not in VECTOR_TYPES or value.dtype != key.dtype:
@@ -110,6 +115,7 @@ def plan_append(
 ) -> list[Launch]:
     """The launch of one call."""
     check_arena(arena, section.layout)
+    check_written_alone("append_tokens", section.layout)
     rows, heads = check_append(section, key, value, slots, places, positions)
     check_device("append_tokens", arena, section.pages, key, value, slots, places, positions)
     if mirror is not None:
@@ -159,6 +165,7 @@ def round_tokens(
 
     So the bits are those that pages give back, however the compiler contracts products and sums.
     """
+    check_written_alone("round_tokens", layout)
     raw = replace(layout, format=FORMATS["fp16"])
     tokens, heads, _ = key.shape
     items = tokens * heads
@@ -190,6 +197,7 @@ def plan_transcode(
     """The launch of one call."""
     check_arena(arena, source_layout)
     check_arena(arena, target_layout)
+    check_written_alone("transcode", source_layout, target_layout)
     check_indices(*indices)
     check_device("transcode", arena, *indices)
     block, count = _block(source_layout.head_dim), indices[0].numel()
@@ -226,6 +234,9 @@ def plan_moves(
     check_device("move_tokens", arena, source.pages, target.pages, slots, places, target_places)
     places, target_places = dense(places), dense(target_places)
     _, heads, most = target_places.shape
+    check_written_alone("move_tokens", source.layout)
+    if target.layout.format.codes_whole_pages:
+        return [_plan_pages(arena, source, target, slots, places, target_places)]
     block, count = _block(source.layout.head_dim), target_places.numel()
     arguments = (
         arena, arena.shape[0], slots.contiguous(), places, *places.stride()[:2], target_places,
@@ -239,6 +250,35 @@ def plan_moves(
     return [Launch(move_slots, (-(-count // block),), arguments, constants)]
 
 
+def _plan_pages(
+    arena: Tensor,
+    source: Section,
+    target: Section,
+    slots: Tensor,
+    places: Tensor,
+    target_places: Tensor,
+) -> Launch:
+    """The launch of a move into pages that are encoded whole: a program encodes a page.
+
+    A page whose places are out of range or not in order is not written.
+    """
+    layout = target.layout
+    rows, heads, most = target_places.shape
+    check_whole_pages(layout, most)
+    arguments = (
+        arena, arena.shape[0], slots.contiguous(), places, *places.stride()[:2], target_places,
+        *target_places.stride()[:2], _table(source), _table(target),
+    )  # fmt: skip
+    constants = {
+        "SOURCE": form_of(source.layout),
+        "TARGET": form_of(layout),
+        "SOURCE_BACKWARD": source.backward,
+        "TARGET_BACKWARD": target.backward,
+        "NORMALIZATIONS": NORMALIZATIONS if layout.format.is_balanced else 0,
+    }
+    return Launch(encode_pages, (most // layout.tokens, heads, rows), arguments, constants)
+
+
 def _table(section: Section) -> tuple[Argument, ...]:
     pages = section.pages
     return (pages, pages.shape[0], pages.shape[2], *pages.stride())
@@ -250,8 +290,8 @@ def _conversions(source: PageLayout, target: PageLayout) -> dict[str, object]:
     return {
         "SOURCE": form_of(source),
         "TARGET": form_of(target),
-        "KEY_CONVERSION": _conversion(old.key_bits, new.key_bits),
-        "VALUE_CONVERSION": _conversion(old.value_bits, new.value_bits),
+        "KEY_CONVERSION": _conversion(old, old.key_bits, new, new.key_bits),
+        "VALUE_CONVERSION": _conversion(old, old.value_bits, new, new.value_bits),
     }
 
 
@@ -297,7 +337,11 @@ def _block(dim: int) -> int:
     return max(8, BLOCK_NUMBERS // power_of_two(dim))
 
 
-def _conversion(bits: int, to_bits: int) -> int:
+def _conversion(old: PageFormat, bits: int, new: PageFormat, to_bits: int) -> int:
+    if bits == to_bits == 16:
+        return COPY
+    if old.has_float_codes != new.has_float_codes:
+        return REQUANTIZE
     if bits == to_bits:
         return COPY
     return NARROW if to_bits < bits < 16 else REQUANTIZE

@@ -240,12 +240,21 @@ def quantize(
         at = units_at(page, row, channel, FORM, KEYS)
         tl.store(at, numbers.to(tl.float16), mask=live[:, None] & inside)
     else:
-        top = tl.full([1], 2**bits - 1, tl.float32)
+        top = tl.full([1], 448.0 if FORM.is_float else 2**bits - 1, tl.float32)
         low = tl.min(tl.where(inside, numbers, float("inf")), 1)
         high = tl.max(tl.where(inside, numbers, float("-inf")), 1)
-        scale = tl.div_rn(high - low, tl.broadcast_to(top, low.shape)).to(tl.float16)
-        zero = low.to(tl.float16)
-        usable = scale > 0.0
+        if FORM.is_float:
+            largest = tl.maximum(high, -low)
+            ratio = tl.div_rn(largest, tl.broadcast_to(top, low.shape))
+            bits_up = (tl.cast(ratio, tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+            power = tl.cast(bits_up, tl.float32, bitcast=True)  # the least one above
+            scale = tl.maximum(power, 5.9604644775390625e-08).to(tl.float16)  # at least 2**-24
+            zero = tl.zeros_like(scale)
+            usable = largest > 0.0
+        else:
+            scale = tl.div_rn(high - low, tl.broadcast_to(top, low.shape)).to(tl.float16)
+            zero = low.to(tl.float16)
+            usable = scale > 0.0
         scale = tl.where(usable, scale, 1.0).to(tl.float16)
         wide_scale = scale.to(tl.float32)[:, None]
         unit = tl.arange(0, tile)
@@ -254,12 +263,31 @@ def quantize(
             part = given_numbers(source, source_row, live, share * count + unit, SOURCE, FORM, KEYS)
             part -= zero.to(tl.float32)[:, None]
             steps = tl.div_rn(part, tl.broadcast_to(wide_scale, part.shape))
-            steps = tl.minimum(tl.maximum(steps, 0.0), tl.broadcast_to(top[:, None], part.shape))
-            code = tl.cast(steps + 12582912.0, tl.int32, bitcast=True) & 0xFF
+            most = tl.broadcast_to(top[:, None], part.shape)
+            if FORM.is_float:
+                code = float8_codes(tl.minimum(tl.maximum(steps, -most), most))
+            else:
+                code = rounded_codes(tl.minimum(tl.maximum(steps, 0.0), most))
             packed |= tl.where(usable[:, None], code, 0) << (share * bits)
         at = units_at(page, row, unit, FORM, KEYS)
         tl.store(at, packed.to(tl.uint8), mask=live[:, None] & (unit < count)[None, :])
         store_metadata(page, row, live, scale, zero, FORM, KEYS)
+
+
+@triton.jit
+def rounded_codes(steps):
+    """Integers nearest to numbers from 0 to 255, ties to even."""
+    return tl.cast(steps + 12582912.0, tl.int32, bitcast=True) & 0xFF
+
+
+@triton.jit
+def float8_codes(numbers):
+    """Float8 numbers (e4m3) nearest to numbers of at most 448, ties to even, as int32."""
+    bits = tl.cast(numbers, tl.int32, bitcast=True)
+    sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    below = rounded_codes(tl.abs(numbers) * 512.0)
+    return sign | tl.where(tl.abs(numbers) < 0.015625, below, normal)
 
 
 @triton.jit

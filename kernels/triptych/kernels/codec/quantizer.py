@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 FP16_MAX = 65504.0
+FLOAT8_MAX = 448.0
+LEAST_SCALE = 2.0**-24
+"""The smallest number of float16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,8 @@ class Encoded:
     """uint8 [n, d]; for 16-bit formats the float16 vectors themselves."""
     metadata: Tensor
     """float16 [n, groups, 2]: scale and zero; no groups for 16-bit formats."""
+    is_float: bool = False
+    """Whether codes are float8 numbers, e4m3."""
 
 
 def encode(vectors: Tensor, bits: int, groups: int) -> Encoded:
@@ -43,6 +48,28 @@ def encode(vectors: Tensor, bits: int, groups: int) -> Encoded:
     return Encoded(codes.flatten(1).to(torch.uint8), torch.stack((scale, zero), -1))
 
 
+def encode_floats(vectors: Tensor) -> Encoded:
+    """Quantize each vector to float8 (e4m3), by the least power of two that brings it below 448.
+
+    Powers of two change no mantissa, so encoding decoded numbers again gives the same numbers. A
+    vector of zeros has codes 0 and scale 1. The zero of the metadata is 0.
+
+    Shapes:  vectors [n, d] -> codes [n, d], metadata [n, 1, 2]
+    Promise: |decode(encode(x)) - x| <= |x| / 16 + scale * 2**-10
+    Source:  FP8 formats for deep learning (Micikevicius et al., 2022), e4m3 without infinities;
+             powers of two as in OCP's microscaling formats
+    """
+    x = vectors.float().clamp(-FP16_MAX, FP16_MAX)
+    largest = x.abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(largest / FLOAT8_MAX)
+    power = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).int())
+    usable = largest > 0
+    scale = torch.where(usable, power.clamp(min=LEAST_SCALE), 1.0).half()
+    steps = (x / scale.float()).clamp(-FLOAT8_MAX, FLOAT8_MAX)
+    codes = torch.where(usable, steps, 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    return Encoded(codes, torch.stack((scale, torch.zeros_like(scale)), -1), is_float=True)
+
+
 def decode(encoded: Encoded) -> Tensor:
     """Decoded vectors, float32 [n, d]: code * scale + zero."""
     groups = encoded.metadata.shape[1]
@@ -50,7 +77,8 @@ def decode(encoded: Encoded) -> Tensor:
         return encoded.codes.float()
     scale, zero = encoded.metadata.float().unbind(-1)
     count, dim = encoded.codes.shape
-    codes = encoded.codes.float().view(count, groups, dim // groups)
+    numbers = encoded.codes.view(torch.float8_e4m3fn) if encoded.is_float else encoded.codes
+    codes = numbers.float().view(count, groups, dim // groups)
     return (codes * scale[..., None] + zero[..., None]).flatten(1)
 
 

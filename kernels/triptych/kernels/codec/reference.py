@@ -3,17 +3,26 @@
 import torch
 from torch import Tensor
 
-from triptych.core.layout import PageLayout
+from triptych.core.errors import ConfigError
+from triptych.core.layout import PageFormat, PageLayout
+from triptych.kernels.codec.page_codecs import EncodedPages, decode_pages, encode_pages
 from triptych.kernels.codec.quantizer import (
     FP16_MAX,
     Encoded,
     decode,
     encode,
+    encode_floats,
     narrow,
     pack,
     unpack,
 )
-from triptych.kernels.pages import Section, segments
+from triptych.kernels.pages import (
+    Section,
+    Segments,
+    check_whole_pages,
+    check_written_alone,
+    segments,
+)
 
 Slots = tuple[Tensor, Tensor]
 """Page id and row of each token slot, [n] each."""
@@ -35,12 +44,16 @@ def store_tokens(
              positions [T]; scores [T, KH], zeros if None
     Dtypes:  arena uint8; key, value float32 or bfloat16; indices int32; scores float32
     """
+    check_written_alone("store_tokens", layout)
     wanted = pages >= 0
     at = pages[wanted].long(), rows[wanted].long()
     into = segments(arena, layout)
     form = layout.format
-    _write_keys(arena, layout, at, encode(key[wanted], form.key_bits, form.key_groups))
-    _write_values(arena, layout, at, encode(value[wanted], form.value_bits, form.value_groups))
+    is_float = form.has_float_codes
+    _write_keys(arena, layout, at, _coded(key[wanted], form.key_bits, form.key_groups, is_float))
+    _write_values(
+        arena, layout, at, _coded(value[wanted], form.value_bits, form.value_groups, is_float)
+    )
     into.positions[at] = positions[:, None].expand_as(pages)[wanted]
     into.scores[at] = torch.zeros_like(wanted, dtype=torch.float32)[wanted]
     if scores is not None:
@@ -92,15 +105,16 @@ def transcode(
     Dtypes:  arena uint8; indices int32
     Source:  DiffKV and LeanKV (compression after the prompt, downgrade while generating)
     """
+    check_written_alone("transcode", source_layout, target_layout)
     source, target = source_layout.format, target_layout.format
     read = source_pages.long(), source_rows.long()
     write = target_pages.long(), target_rows.long()
     old, new = segments(arena, source_layout), segments(arena, target_layout)
-    keys = Encoded(unpack(old.keys[read], source.key_bits), old.key_metadata[read])
-    values = Encoded(unpack(old.values[read], source.value_bits), old.value_metadata[read])
+    keys, values = _read(old, source, read)
     scores, positions = old.scores[read], old.positions[read]
-    keys = recode(keys, source.key_bits, target.key_bits, target.key_groups)
-    values = recode(values, source.value_bits, target.value_bits, target.value_groups)
+    is_float = target.has_float_codes
+    keys = recode(keys, source.key_bits, target.key_bits, target.key_groups, is_float)
+    values = recode(values, source.value_bits, target.value_bits, target.value_groups, is_float)
     _write_keys(arena, target_layout, write, keys)
     _write_values(arena, target_layout, write, values)
     new.scores[write], new.positions[write] = scores, positions
@@ -120,15 +134,69 @@ def move_tokens(
     ``target``. A token with a negative target place is not moved. Page tables and token counts are
     not changed.
 
+    If pages of the target are encoded whole, T is a multiple of the tokens of a page, and each run
+    of so many tokens fills a page in the order of its places, or stays.
+
     Shapes:  arena [P, page_bytes]; slots [R]; places, target_places [R, KH, T]
     Dtypes:  arena uint8; indices int32
-    Source:  DiffKV and LeanKV (downgrade while generating)
+    Raises:  ConfigError if a page that is encoded whole would be filled in part
+    Source:  DiffKV and LeanKV (downgrade while generating); KIVI (whole groups of tokens)
     """
+    if target.layout.format.codes_whole_pages:
+        _move_pages(arena, source, target, slots, places, target_places)
+        return
     row, head, token = (target_places >= 0).nonzero(as_tuple=True)
     slot = slots.long()[row]
     read = _slots_of(source, slot, head, places[row, head, token])
     write = _slots_of(target, slot, head, target_places[row, head, token])
     transcode(arena, source.layout, target.layout, *read, *write)
+
+
+def _move_pages(
+    arena: Tensor,
+    source: Section,
+    target: Section,
+    slots: Tensor,
+    places: Tensor,
+    target_places: Tensor,
+) -> None:
+    """``move_tokens`` into pages that are encoded whole."""
+    check_written_alone("move_tokens", source.layout)
+    layout = target.layout
+    room, form = layout.tokens, layout.format
+    check_whole_pages(layout, target_places.shape[2])
+    runs = target_places.unflatten(2, (-1, room))
+    row, head, run = (runs[..., 0] >= 0).nonzero(as_tuple=True)
+    first = runs[row, head, run][:, :1]
+    expected = first + torch.arange(room, device=first.device)
+    if (first % room).any() or not torch.equal(runs[row, head, run], expected.int()):
+        raise ConfigError(
+            f"move_tokens: a page of {form.name} holds {room} tokens and is encoded whole: "
+            "expected its places in order, from the first one on"
+        )
+    slot = slots.long()[row]
+    at = _slots_of(
+        source, slot[:, None], head[:, None], places.unflatten(2, (-1, room))[row, head, run]
+    )
+    read = at[0].long(), at[1].long()
+    pages = target.forward_pages[slot, head, (first[:, 0] // room).long()].long()
+    old, new = segments(arena, source.layout), segments(arena, layout)
+    flat = tuple(index.flatten() for index in read)
+    key, value = (
+        decode(part).view(*read[0].shape, layout.head_dim)
+        for part in _read(old, source.layout.format, flat)
+    )
+    made = encode_pages(key, value, form)
+    codes = pack(made.key_codes.flatten(0, 1), form.key_bits)
+    new.keys[pages] = codes.view(len(pages), room, -1)
+    new.key_metadata[pages] = made.key_metadata
+    codes = pack(made.value_codes.flatten(0, 1), form.value_bits)
+    new.values[pages] = codes.view(len(pages), room, -1)
+    new.value_metadata[pages] = made.value_metadata[:, :, None]
+    if form.is_balanced:
+        new.token_scales[pages] = made.token_scales
+        new.channel_scales[pages] = made.channel_scales
+    new.scores[pages], new.positions[pages] = old.scores[read], old.positions[read]
 
 
 def round_tokens(
@@ -144,18 +212,19 @@ def round_tokens(
     Dtypes:  key, value float32 or bfloat16; quantized bool -> float32, numbers of float16
     Promise: ``round_tokens`` of the result is the result
     """
+    check_written_alone("round_tokens", layout)
     form = layout.format
     return (
-        _rounded(key, form.key_bits, form.key_groups, quantized),
-        _rounded(value, form.value_bits, form.value_groups, quantized),
+        _rounded(key, form.key_bits, form.key_groups, quantized, form.has_float_codes),
+        _rounded(value, form.value_bits, form.value_groups, quantized, form.has_float_codes),
     )
 
 
-def _rounded(vectors: Tensor, bits: int, groups: int, quantized: Tensor) -> Tensor:
+def _rounded(vectors: Tensor, bits: int, groups: int, quantized: Tensor, is_float: bool) -> Tensor:
     exact = vectors.float().clamp(-FP16_MAX, FP16_MAX).half()
     coarse = exact.flatten(0, 1)
     for _ in range(2):
-        coarse = decode(encode(coarse, bits, groups)).clamp(-FP16_MAX, FP16_MAX).half()
+        coarse = decode(_coded(coarse, bits, groups, is_float)).clamp(-FP16_MAX, FP16_MAX).half()
     return torch.where(quantized[:, None, None], coarse.view_as(exact), exact).float()
 
 
@@ -164,14 +233,33 @@ def _slots_of(section: Section, slot: Tensor, head: Tensor, places: Tensor) -> S
     return section.forward_pages[slot, head, column.long()], row
 
 
-def recode(encoded: Encoded, bits: int, to_bits: int, to_groups: int) -> Encoded:
-    """Convert vectors to other bits and groups: copy, ``narrow``, or decode and encode again."""
-    same_groups = encoded.metadata.shape[1] == to_groups
-    if bits == to_bits and (bits == 16 or same_groups):
+def recode(
+    encoded: Encoded, bits: int, to_bits: int, to_groups: int, is_float: bool = False
+) -> Encoded:
+    """Convert vectors to other bits and groups: copy, ``narrow``, or decode and encode again.
+
+    ``is_float``: whether the new codes are float8 numbers.
+    """
+    is_alike = encoded.metadata.shape[1] == to_groups and encoded.is_float == is_float
+    if bits == to_bits and (bits == 16 or is_alike):
         return encoded
-    if to_bits < bits < 16 and same_groups:
+    if to_bits < bits < 16 and is_alike:
         return narrow(encoded, bits, to_bits)
-    return encode(decode(encoded), to_bits, to_groups)
+    return _coded(decode(encoded), to_bits, to_groups, is_float)
+
+
+def _coded(vectors: Tensor, bits: int, groups: int, is_float: bool) -> Encoded:
+    return encode_floats(vectors) if is_float else encode(vectors, bits, groups)
+
+
+def _read(parts: Segments, form: PageFormat, at: tuple[Tensor, Tensor]) -> tuple[Encoded, Encoded]:
+    """Keys and values in some slots, before they are decoded."""
+    keys, values = unpack(parts.keys[at], form.key_bits), unpack(parts.values[at], form.value_bits)
+    is_float = form.has_float_codes
+    return (
+        Encoded(keys, parts.key_metadata[at], is_float),
+        Encoded(values, parts.value_metadata[at], is_float),
+    )
 
 
 def load_tokens(
@@ -190,11 +278,11 @@ def load_tokens(
     live = token < tokens[:, None]
     page = pages.long()[:, token // layout.tokens].where(live, 0).flatten()
     row = (token % layout.tokens).expand_as(live).flatten()
-    part, form = segments(arena, layout), layout.format
-    key = decode(Encoded(unpack(part.keys[page, row], form.key_bits), part.key_metadata[page, row]))
-    value = decode(
-        Encoded(unpack(part.values[page, row], form.value_bits), part.value_metadata[page, row])
-    )
+    part = segments(arena, layout)
+    if layout.format.codes_whole_pages:
+        key, value = _read_from_pages(part, layout, page, row)
+    else:
+        key, value = map(decode, _read(part, layout.format, (page, row)))
     positions = part.positions[page, row].view_as(live).where(live, -1)
     shape = (*live.shape, layout.head_dim)
     dead = ~live[..., None]
@@ -203,6 +291,25 @@ def load_tokens(
         value.view(shape).masked_fill(dead, 0.0),
         positions,
     )
+
+
+def _read_from_pages(
+    parts: Segments, layout: PageLayout, page: Tensor, row: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of tokens in pages that are encoded whole, float32 [n, d]."""
+    pages, place = page.unique(return_inverse=True)
+    form, shape = layout.format, (len(pages), layout.tokens, layout.head_dim)
+    ones = parts.scores.new_ones(shape, dtype=torch.float16)
+    encoded = EncodedPages(
+        unpack(parts.keys[pages].flatten(0, 1), form.key_bits).view(shape),
+        parts.key_metadata[pages],
+        parts.token_scales[pages] if form.is_balanced else ones[:, :, 0],
+        unpack(parts.values[pages].flatten(0, 1), form.value_bits).view(shape),
+        parts.value_metadata[pages, :, 0],
+        parts.channel_scales[pages] if form.is_balanced else ones[:, 0],
+    )
+    key, value = decode_pages(encoded)
+    return key[place, row.long()], value[place, row.long()]
 
 
 def _write_keys(arena: Tensor, layout: PageLayout, at: Slots, encoded: Encoded) -> None:

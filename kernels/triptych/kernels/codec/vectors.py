@@ -7,6 +7,7 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
+from triptych.kernels.codec.float8 import from_float8, power_above, to_float8
 from triptych.kernels.codegen.numba_runtime import (
     from_half,
     inlined,
@@ -17,10 +18,20 @@ from triptych.kernels.codegen.numba_runtime import (
 )
 
 FP16_MAX = np.float32(65504.0)
+FLOAT8_MAX = np.float32(448.0)
+LEAST_SCALE = np.float32(2.0**-24)
 
-Part = namedtuple("Part", "codes byte_stride token_stride metadata bits groups")
-"""Layout of the keys or the values of a page: offsets and strides in bytes."""
+Part = namedtuple("Part", "codes byte_stride token_stride metadata bits groups kind scales")
+"""Layout of the keys or the values of a page: offsets and strides in bytes.
+
+``kind``: what codes are. ``scales``: offset of the scales of the axis that has no zeros, in
+balanced formats: of tokens for keys, of channels for values; 0: there are none.
+"""
 PART_WORDS = len(Part._fields)
+
+RANGE, FLOAT8, BY_CHANNEL = range(3)
+"""Codes divide the range of a token's vector, are float8 numbers, or divide the range of a channel
+in a page."""
 
 COPY, NARROW, REQUANTIZE = range(3)
 """Conversions of a vector from one format to another."""
@@ -28,7 +39,7 @@ COPY, NARROW, REQUANTIZE = range(3)
 
 @kernel
 def part_of(words):
-    return Part(words[0], words[1], words[2], words[3], words[4], words[5])
+    return Part(words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7])
 
 
 @inlined
@@ -46,7 +57,8 @@ def encode(numbers, part, page, row, codes):
     width = len(numbers) // part.groups
     for group in range(part.groups):
         inside = slice(group * width, (group + 1) * width)
-        _quantize(numbers[inside], codes[inside], part.bits, _metadata(part, page, row, group))
+        metadata = _metadata(part, page, row, group)
+        quantize(numbers[inside], codes[inside], part.bits, part.kind == FLOAT8, metadata)
     pack(codes, part, at)
 
 
@@ -60,12 +72,37 @@ def decode(part, page, row, codes, numbers):
             numbers[channel] = from_half(halves[channel])
         return
     unpack(part, at, codes)
+    if part.kind == BY_CHANNEL:
+        _decode_by_channel(part, page, row, codes, numbers)
+        return
     width = len(numbers) // part.groups
     for group in range(part.groups):
         metadata = _metadata(part, page, row, group)
         scale, zero = from_half(metadata[0]), from_half(metadata[1])
         for channel in range(group * width, (group + 1) * width):
-            numbers[channel] = np.float32(codes[channel]) * scale + zero
+            numbers[channel] = number_of(codes[channel], part.kind == FLOAT8) * scale + zero
+    if part.scales:
+        scales = carray(pointer(page + part.scales), len(numbers), np.uint16)
+        for channel in range(len(numbers)):
+            numbers[channel] *= from_half(scales[channel])
+
+
+@inlined
+def _decode_by_channel(part, page, row, codes, numbers):
+    metadata = carray(pointer(page + part.metadata), (len(numbers), 2), np.uint16)
+    for channel in range(len(numbers)):
+        scale, zero = from_half(metadata[channel, 0]), from_half(metadata[channel, 1])
+        numbers[channel] = np.float32(codes[channel]) * scale + zero
+    if part.scales:
+        scale = from_half(carray(pointer(page + part.scales + 2 * row), 1, np.uint16)[0])
+        for channel in range(len(numbers)):
+            numbers[channel] *= scale
+
+
+@inlined
+def number_of(code, is_float):
+    """The number that a code stands for, before scale and zero."""
+    return from_float8(code) if is_float else np.float32(code)
 
 
 @inlined
@@ -94,7 +131,7 @@ def recode(conversion, source, read_page, read_row, target, write_page, write_ro
 
 
 @inlined
-def round_vector(numbers, codes, metadata, bits, groups, times):
+def round_vector(numbers, codes, metadata, bits, groups, is_float, times):
     """Round a vector to float16 in place, then ``times`` times to what its codes decode to.
 
     ``codes``, ``metadata``: scratch memory, one uint8 per channel and two uint16.
@@ -107,10 +144,10 @@ def round_vector(numbers, codes, metadata, bits, groups, times):
     for _ in range(times):
         for group in range(groups):
             inside = slice(group * width, (group + 1) * width)
-            _quantize(numbers[inside], codes[inside], bits, metadata)
+            quantize(numbers[inside], codes[inside], bits, is_float, metadata)
             scale, zero = from_half(metadata[0]), from_half(metadata[1])
             for channel in range(group * width, (group + 1) * width):
-                number = np.float32(codes[channel]) * scale + zero
+                number = number_of(codes[channel], is_float) * scale + zero
                 numbers[channel] = from_half(to_half(_saturate(number)))
 
 
@@ -126,7 +163,7 @@ def pack(codes, part, at):
     elif part.bits == 4:
         for index in range(count):
             packed[index * stride] = codes[index] | (codes[count + index] << 4)
-    else:
+    elif part.bits == 2:
         for index in range(count):
             packed[index * stride] = (
                 codes[index]
@@ -134,6 +171,12 @@ def pack(codes, part, at):
                 | (codes[2 * count + index] << 4)
                 | (codes[3 * count + index] << 6)
             )
+    else:
+        for index in range(count):
+            byte = np.uint8(0)
+            for share in range(8):
+                byte |= codes[share * count + index] << share
+            packed[index * stride] = byte
 
 
 @inlined
@@ -174,7 +217,11 @@ def _metadata(part, page, row, group):
 
 
 @kernel
-def _quantize(numbers, codes, bits, metadata):
+def quantize(numbers, codes, bits, is_float, metadata):
+    """Codes, scale and zero of a group, as ``quantizer.encode`` or ``encode_floats`` has them."""
+    if is_float:
+        _quantize_floats(numbers, codes, metadata)
+        return
     low, high = _range(numbers)
     low, high = _saturate(low), _saturate(high)
     top = np.float32(2**bits - 1)
@@ -187,6 +234,22 @@ def _quantize(numbers, codes, bits, metadata):
     for channel in range(len(numbers)):
         step = np.rint((_saturate(numbers[channel]) - zero) / scale)
         codes[channel] = np.uint8(min(max(step, np.float32(0.0)), top))
+
+
+@kernel
+def _quantize_floats(numbers, codes, metadata):
+    low, high = _range(numbers)
+    low, high = _saturate(low), _saturate(high)
+    largest = max(-low, high)
+    metadata[0], metadata[1] = to_half(np.float32(1.0)), np.uint16(0)
+    if not largest > 0:
+        codes[:] = 0
+        return
+    metadata[0] = to_half(max(power_above(largest / FLOAT8_MAX), LEAST_SCALE))
+    scale = from_half(metadata[0])
+    for channel in range(len(numbers)):
+        step = _saturate(numbers[channel]) / scale
+        codes[channel] = to_float8(min(max(step, -FLOAT8_MAX), FLOAT8_MAX))
 
 
 @summing_kernel

@@ -176,6 +176,16 @@ def float_of_bits(typing_context, bits):
 
 
 @intrinsic
+def bits_of_float(typing_context, number):
+    """The bits of a float32 as int32."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), emit
+
+
+@intrinsic
 def prefetch(typing_context, address):
     """Prefetch the cache line at ``address``; any address is safe."""
 

@@ -106,14 +106,19 @@ class Emitter:
         below = self.build.fadd(self.exp2(power), one)
         return self.build.fsub(one, self.build.fdiv(self.constant(2.0, value), below))
 
-    def widen(self, pointer: Value, bits: int, lanes: int) -> list[Value]:
+    def widen(
+        self, pointer: Value, bits: int, lanes: int, *, is_float: bool = False
+    ) -> list[Value]:
         """Load codes as float vectors, one for each block of channels packed in the bytes.
 
-        Reads ``lanes`` float16 numbers if ``bits`` is 16, else ``lanes`` bytes.
+        Reads ``lanes`` float16 numbers if ``bits`` is 16, else ``lanes`` bytes. ``is_float``: bytes
+        are float8 numbers.
         """
         if bits == 16:
             return [self.build.fpext(self.load(pointer, vector(HALF, lanes)), vector(FLOAT, lanes))]
         whole = self.build.zext(self.load(pointer, vector(I8, lanes)), vector(I32, lanes))
+        if is_float:
+            return [self._from_float8(whole)]
         parts: list[Value] = []
         for shift in range(0, 8, bits):
             part = self.build.lshr(whole, self.constant(shift, whole)) if shift else whole
@@ -121,6 +126,18 @@ class Emitter:
                 part = self.build.and_(part, self.constant(2**bits - 1, part))
             parts.append(self.build.sitofp(part, vector(FLOAT, lanes)))
         return parts
+
+    def _from_float8(self, bytes_: Value) -> Value:
+        """Float8 numbers, e4m3, as float32.
+
+        With exponent and mantissa in the place of those of a float16, which has a bias of 15
+        instead of 7, a number is 2**-8 times itself. NaN becomes 480.
+        """
+        build, like = self.build, bytes_
+        sign = build.shl(build.and_(like, self.constant(0x80, like)), self.constant(8, like))
+        rest = build.shl(build.and_(like, self.constant(0x7F, like)), self.constant(7, like))
+        numbers = self.half(build.or_(sign, rest), 0)
+        return build.fmul(numbers, self.constant(256.0, numbers))
 
     def load_live(self, pointer: Value, live: Value) -> Value:
         """Load the int32 lanes that are ``live``; the others are 0 and their memory is not read."""

@@ -30,7 +30,16 @@ from triptych.kernels.triton.launch import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
 MIXES = (("k8v4", "k4v2", "fp16"), ("k8v8", "k4v4"))
-"""Formats of the sections of one request; each format is in one of the mixes."""
+"""Formats of the sections of one request, in all kinds of calls."""
+OTHER_MIXES = (("k4v8", "k8v2", "fp8"), ("k2v4", "k4v1"), ("kivi4", "kvarn"), ("kivi2", "k8v8"))
+"""The same, in calls of few kinds. Each format is in one of the mixes."""
+WHOLE = tuple(name for name, form in FORMATS.items() if form.codes_whole_pages)
+ALONE = tuple(name for name in FORMATS if name not in WHOLE)
+CONVERSIONS = (
+    *product(("fp16", "k8v8", "k8v4", "k4v4", "k4v2"), repeat=2),
+    *product(("fp16", "k8v8"), ("k4v8", "k8v2", "k2v4", "k4v1", "fp8")),
+)
+"""Source and target of moves of single tokens."""
 PASTS = (None, "fp16", "k8v4", "k4v2")
 """Formats of past pages of a prompt; None: no past."""
 
@@ -93,6 +102,7 @@ USUAL_VARIANTS = {
     "load_slots": "k8v4 d128",
     "transcode_slots": "fp16>k8v4 d128",
     "move_slots": "k8v4>k4v2 d128",
+    "encode_pages": "fp16>kvarn d128",
     "classify": "any",
     "retire_tokens": "k8v4+k4v2 d128",
     "norm_rows": "sum 4096 bf16",
@@ -116,7 +126,9 @@ def _decode() -> Iterator[Planned]:
     listed = PageLists(_meta(4, 8, 900), _meta(4, 8), _meta(4))
     kinds = (USUAL, Kind(group=1), Kind(group=32), EXACT, RICH)
     wanted = chain(
-        product(HEAD_DIMS, MIXES, kinds, (None,)), product(HEAD_DIMS, MIXES[:1], kinds, (listed,))
+        product(HEAD_DIMS, MIXES, kinds, (None,)),
+        product(HEAD_DIMS, OTHER_MIXES, (USUAL, EXACT), (None,)),
+        product(HEAD_DIMS, MIXES[:1], kinds, (listed,)),
     )
     for dim, mix, kind, page_lists in wanted:
         query, cache = _query(dim, kind), [_section(name, dim, kind) for name in mix]
@@ -142,7 +154,7 @@ def _decode() -> Iterator[Planned]:
 
 def _scores() -> Iterator[Planned]:
     wanted = chain(
-        product(HEAD_DIMS, FORMATS, (USUAL,)),
+        product(HEAD_DIMS, ALONE, (USUAL,)),
         product(HEAD_DIMS, ("k8v4", "k4v2"), (Kind(group=32), EXACT, RICH)),
     )
     for dim, name, kind in wanted:
@@ -215,7 +227,7 @@ def _prefill() -> Iterator[Planned]:
 
 def _codec() -> Iterator[Planned]:
     """Stores, loads, and all conversions between two formats."""
-    for dim, name in product(HEAD_DIMS, FORMATS):
+    for dim, name in product(HEAD_DIMS, ALONE):
         layout, arena = _layout(name, dim), _arena(dim)
         slots, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
         section, three = _section(name, dim, USUAL), (_meta(4), _meta(4), _meta(4))
@@ -228,7 +240,15 @@ def _codec() -> Iterator[Planned]:
         out = _meta(7, 50, dim, dtype=torch.float32)
         table = _meta(7, 9), _meta(7)
         yield f"{name} d{dim}", codec.plan_load(arena, layout, *table, out, out, _meta(7, 50))
-    for source, target in product(FORMATS, FORMATS):
+    for dim, name in product(HEAD_DIMS, WHOLE):
+        old, new = _section("fp16", dim, USUAL), _section(name, dim, USUAL)
+        moves = _meta(4), _meta(4, 8, new.layout.tokens), _meta(4, 8, new.layout.tokens)
+        yield f"fp16>{name} d{dim}", codec.plan_moves(_arena(dim), old, new, *moves)
+        out = _meta(7, 50, dim, dtype=torch.float32)
+        table = _meta(7, 9), _meta(7)
+        loads = codec.plan_load(_arena(dim), new.layout, *table, out, out, _meta(7, 50))
+        yield f"{name} d{dim}", loads
+    for source, target in CONVERSIONS:
         layouts, slots = (_layout(source, 128), _layout(target, 128)), [_meta(100)] * 4
         yield f"{source}>{target} d128", codec.plan_transcode(_arena(128), *layouts, *slots)
         old, new = _section(source, 128, USUAL), _section(target, 128, RICH)

@@ -1,11 +1,23 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# ruff: noqa: RUF005
 # Triton's language is not Python: the checker takes tiles for integers.
 """Decode attention over quantized pages, one page at a time: its id is one number of a program."""
 
 import triton
 import triton.language as tl
 
-from triptych.kernels.triton.page_access import biased, capped, halves, metadata_of, positions_of
+from triptych.kernels.triton.page_access import (
+    biased,
+    capped,
+    halves,
+    halves_at,
+    metadata_of,
+    positions_of,
+    query_part,
+    split_parts,
+    token_scales,
+    words_of,
+)
 from triptych.kernels.triton.unpack import unpacked
 
 LEAST = tl.constexpr(2.0**-24)
@@ -60,10 +72,41 @@ def added(total, codes, high, low, EXACT: tl.constexpr):
 
 
 @triton.jit
+def page_query(query, page, G: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr):
+    """A group's query for a page whose keys have a scale and a zero for each channel.
+
+    A channel's scale multiplies the query instead of the codes. Returns (high, low) of each part as
+    ``split_query`` does, the product of the query with the zeros, and the divisor of the parts.
+    """
+    heads = tl.arange(0, HEADS)
+    unit = tl.arange(0, FORM.key_tile)
+    offset = tl.zeros([HEADS], tl.float32)
+    PARTS: tl.constexpr = FORM.parts_of_key
+    parts = ()
+    for share in tl.static_range(PARTS):
+        part = query_part(query, heads, share, G, FORM)
+        at = page + FORM.key_metadata + 4 * (share * FORM.key_units + unit)
+        scale, zero = words_of(at, unit < FORM.key_units)
+        offset += tl.sum(part * zero[None, :], 1)
+        parts = parts + (part * scale[None, :],)
+    split, _total, divisor = split_parts(parts)
+    return split, offset, divisor
+
+
+@triton.jit
+def transposed(split):
+    """(high, low) of each part as [channels, heads]."""
+    turned = ()
+    for share in tl.static_range(len(split)):
+        turned = turned + ((tl.trans(split[share][0]), tl.trans(split[share][1])),)
+    return turned
+
+
+@triton.jit
 def attend_pages(
-    first_high, first_low, second_high, second_low, total, factor, cap, oldest,
+    query, split, total, unit, factor, cap, oldest,
     is_windowed: tl.constexpr, arena, page_count, table, width, stride, count, first, last, listed,
-    base, FORM: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr,
+    base, FORM: tl.constexpr, BACKWARD: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the pages ``first`` to ``last`` (exclusive) of a head row.
@@ -76,23 +119,20 @@ def attend_pages(
     Returns peak and sum of weights [heads], and the unnormalised output of each part.
     """
     PAGE: tl.constexpr = FORM.page_tile
+    PARTS: tl.constexpr = FORM.parts_of_value
     token = tl.arange(0, PAGE)
     inside = tl.minimum(token, FORM.tokens - 1)  # rows beyond a page are not read
     key_unit = tl.arange(0, FORM.key_tile)
     key_at = key_unit[:, None] * FORM.key_unit_stride + inside[None, :] * FORM.key_stride
     value_at = inside[:, None] * FORM.value_units + tl.arange(0, FORM.value_tile)[None, :]
-    first_high = tl.trans(first_high)
-    first_low = tl.trans(first_low)
-    second_high = tl.trans(second_high)
-    second_low = tl.trans(second_low)
+    split = transposed(split)
     # Without EXACT the offset of codes stays in the products; it is removed from the sums.
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     mass = tl.zeros([HEADS], tl.float32)
     shift = tl.zeros([HEADS], tl.float32)
-    out_0 = tl.full([FORM.value_tile, HEADS], 0.0, tl.float32)
-    out_1 = out_0
-    out_2 = out_0
-    out_3 = out_0
+    outs = ()
+    for _share in tl.static_range(PARTS):
+        outs = outs + (tl.full([FORM.value_tile, HEADS], 0.0, tl.float32),)
     for tile in range(first, last):
         page, is_known = page_at(
             arena, page_count, table, width, stride, tile, FORM, BACKWARD, listed, base
@@ -100,16 +140,20 @@ def attend_pages(
         live = token < tl.minimum(count - tile * FORM.tokens, FORM.tokens)
         key = tl.load(page + key_at)
         value = units_of(page + FORM.values, value_at, FORM.value_units, FORM.value_tile)
-        key_scale, key_zero = metadata_of(page, token, live, FORM, True)
         scale, zero = metadata_of(page, token, live, FORM, False)
-        logits = tl.zeros([PAGE, HEADS], tl.float32)
-        codes = unpacked(key, FORM.key_bits, 0, FORM.has_asm)
-        logits = added(logits, tl.trans(codes), first_high, first_low, EXACT)
-        if FORM.key_bits == 4:
-            codes = unpacked(key, 4, 1, FORM.has_asm)
-            logits = added(logits, tl.trans(codes), second_high, second_low, EXACT)
-        logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
-        logits = biased(capped(logits * factor[None, :], cap, CAPPED), page, token, live, FORM)
+        if FORM.by_channel:
+            own, offset, divisor = page_query(query, page, G, HEADS, FORM)
+            logits = page_logits(transposed(own), key, PAGE, HEADS, FORM, EXACT)
+            logits = logits * divisor[None, :] + offset[None, :]
+            if FORM.is_balanced:
+                logits = logits * token_scales(page, token, live, FORM)[:, None]
+            logits = logits * factor
+        else:
+            key_scale, key_zero = metadata_of(page, token, live, FORM, True)
+            logits = page_logits(split, key, PAGE, HEADS, FORM, EXACT)
+            logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
+            logits = logits * (unit * factor)[None, :]
+        logits = biased(capped(logits, cap, CAPPED), page, token, live, FORM)
         shown = live
         if is_windowed:
             shown = shown & (positions_of(page, token, live, FORM) >= oldest)
@@ -122,34 +166,50 @@ def attend_pages(
         weights = tl.exp2(logits - start[None, :])
         rescale = tl.exp2(before - start)
         mass = mass * rescale + tl.sum(weights * inverse[:, None], 0)
-        shift = shift * rescale + tl.sum(weights * (zero * inverse)[:, None], 0)
+        zero_part = tl.sum(weights * (zero * inverse)[:, None], 0)
+        if not FORM.is_balanced:
+            shift = shift * rescale + zero_part
         weights *= (scale * inverse)[:, None]
         high, low = halves(weights)
-        out_0 = more(out_0, rescale, high, low, value, 0, FORM, EXACT)
-        if FORM.value_bits < 8:
-            out_1 = more(out_1, rescale, high, low, value, 1, FORM, EXACT)
-        if FORM.value_bits < 4:
-            out_2 = more(out_2, rescale, high, low, value, 2, FORM, EXACT)
-            out_3 = more(out_3, rescale, high, low, value, 3, FORM, EXACT)
-    return (
-        peak,
-        mass,
-        out_0 + shift[None, :],
-        out_1 + shift[None, :],
-        out_2 + shift[None, :],
-        out_3 + shift[None, :],
-    )
+        more_outs = ()
+        for share in tl.static_range(PARTS):
+            out = more(outs[share], rescale, high, low, zero_part, page, value, share, FORM, EXACT)
+            more_outs = more_outs + (out,)
+        outs = more_outs
+    shifted = ()
+    for share in tl.static_range(PARTS):
+        shifted = shifted + (outs[share] + shift[None, :],)
+    return peak, mass, shifted
+
+
+@triton.jit
+def page_logits(
+    split, key, PAGE: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """Products of a query with the codes of a page's keys, float32 [tokens, heads]."""
+    PARTS: tl.constexpr = FORM.parts_of_key
+    logits = tl.zeros([PAGE, HEADS], tl.float32)
+    for share in tl.static_range(PARTS):
+        codes = unpacked(key, FORM.key_bits, share, FORM.is_float, FORM.has_asm)
+        logits = added(logits, tl.trans(codes), split[share][0], split[share][1], EXACT)
+    return logits
 
 
 @triton.jit
 def more(
-    out, rescale, high, low, value, part: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr
-):
-    """The output of a part after one more page.
+    out, rescale, high, low, zero_part, start, value, part: tl.constexpr, FORM: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """The output of a part after one more page, which begins at ``start``.
 
     A page starts a sum of its own, since the sums of tensor cores are rounded towards zero: over
     the pages of a run that adds up to more than the rounding of weights.
     """
-    codes = tl.trans(unpacked(value, FORM.value_bits, part, FORM.has_asm))
-    page = tl.zeros_like(out)
-    return tl.fma(out, rescale[None, :], added(page, codes, high, low, EXACT))
+    codes = tl.trans(unpacked(value, FORM.value_bits, part, FORM.is_float, FORM.has_asm))
+    page = added(tl.zeros_like(out), codes, high, low, EXACT)
+    if FORM.is_balanced:
+        unit = tl.arange(0, FORM.value_tile)
+        at = start + FORM.channel_scales + 2 * (part * FORM.value_units + unit)
+        scale = halves_at(at, unit < FORM.value_units)
+        page = (page + zero_part[None, :]) * scale[:, None]
+    return tl.fma(out, rescale[None, :], page)

@@ -22,7 +22,7 @@ from triptych.kernels.triton.page_access import (
     unit_of,
     value_units,
 )
-from triptych.kernels.triton.unpack import half_of
+from triptych.kernels.triton.unpack import numbers_of_codes
 
 
 @triton.jit
@@ -105,25 +105,21 @@ def attend_run(
     SPAN: tl.constexpr = TILE if FORM.by_tile else FORM.tokens
     first_tile, last_tile = tiles_of(count, run, RUNS, SPAN)
     group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
-    first_high, first_low, second_high, second_low, total, unit = split_query(
-        query + group.to(tl.int64) * FORM.dim, G, HEADS, FORM
-    )
-    factor = unit * scale
+    near = query + group.to(tl.int64) * FORM.dim
+    split, total, unit = split_query(near, G, HEADS, FORM)
     oldest = oldest_of(positions, window)
     if FORM.by_tile:
-        peak, weight_sum, out_0 = attend_tokens(
-            first_high, first_low, total, factor, cap, oldest, positions is not None, arena,
-            page_count, table, width, by_page, count, first_tile, last_tile, listed, base, FORM,
-            BACKWARD, HEADS, TILE, EXACT, CAPPED,
+        peak, weight_sum, out = attend_tokens(
+            split[0][0], split[0][1], total, unit * scale, cap, oldest, positions is not None,
+            arena, page_count, table, width, by_page, count, first_tile, last_tile, listed, base,
+            FORM, BACKWARD, HEADS, TILE, EXACT, CAPPED,
         )  # fmt: skip
-        out_1 = out_0
-        out_2 = out_0
-        out_3 = out_0
+        outs = (out,)
     else:
-        peak, weight_sum, out_0, out_1, out_2, out_3 = attend_pages(
-            first_high, first_low, second_high, second_low, total, factor, cap, oldest,
-            positions is not None, arena, page_count, table, width, by_page, count, first_tile,
-            last_tile, listed, base, FORM, BACKWARD, HEADS, EXACT, CAPPED,
+        peak, weight_sum, outs = attend_pages(
+            near, split, total, unit, scale, cap, oldest, positions is not None, arena, page_count,
+            table, width, by_page, count, first_tile, last_tile, listed, base, FORM, BACKWARD, G,
+            HEADS, EXACT, CAPPED,
         )  # fmt: skip
     heads = tl.arange(0, HEADS)
     slot_of_run = (group + heads) * all_runs + tl.program_id(0)
@@ -132,12 +128,9 @@ def attend_run(
     units = tl.arange(0, FORM.value_tile)
     at = partial + slot_of_run.to(tl.int64)[None, :] * FORM.dim + units[:, None]
     mask = (heads < G)[None, :] & (units < FORM.value_units)[:, None] & (first_tile < last_tile)
-    tl.store(at, out_0, mask=mask)
-    if FORM.value_bits < 8:
-        tl.store(at + FORM.value_units, out_1, mask=mask)
-    if FORM.value_bits < 4:
-        tl.store(at + 2 * FORM.value_units, out_2, mask=mask)
-        tl.store(at + 3 * FORM.value_units, out_3, mask=mask)
+    PARTS: tl.constexpr = FORM.parts_of_value
+    for share in tl.static_range(PARTS):
+        tl.store(at + share * FORM.value_units, outs[share], mask=mask)
 
 
 @triton.jit
@@ -164,7 +157,7 @@ def attend_tokens(
         logits = tl.zeros([TILE, HEADS], tl.float32)
         codes = key_units(page, row, live, FORM)
         if FORM.key_bits == 8:
-            logits = added(logits, half_of(codes), high, low, EXACT)
+            logits = added(logits, numbers_of_codes(codes, FORM.is_float), high, low, EXACT)
             key_scale, key_zero = metadata_of(page, row, live, FORM, True)
             logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
         else:
@@ -186,7 +179,7 @@ def attend_tokens(
             scale, zero = metadata_of(page, row, live, FORM, False)
             unit = tl.max(unit_of(scale)[0], 0)
             first_part, second_part = halves(weights * (scale / unit)[:, None])
-            codes = tl.trans(half_of(units))
+            codes = tl.trans(numbers_of_codes(units, FORM.is_float))
             part = added(tl.zeros_like(out), codes, first_part, second_part, EXACT)
             part = part * unit + tl.sum(weights * zero[:, None], 0)[None, :]
         else:
@@ -214,9 +207,7 @@ def score_run(
     )
     first_tile, last_tile = tiles_of(count, tl.program_id(0), RUNS, TILE)
     group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
-    first_high, first_low, second_high, second_low, total, unit = split_query(
-        query + group.to(tl.int64) * FORM.dim, G, HEADS, FORM
-    )
+    split, total, unit = split_query(query + group.to(tl.int64) * FORM.dim, G, HEADS, FORM)
     factor = (unit * scale)[:, None]
     oldest = oldest_of(positions, window)
     heads = tl.arange(0, HEADS)
@@ -226,9 +217,7 @@ def score_run(
         page, row, live, _wrong = slots_of(
             arena, page_count, table, width, by_page, tile * TILE, count, FORM, BACKWARD, TILE
         )
-        logits = tile_logits(
-            first_high, first_low, second_high, second_low, total, page, row, live, FORM, EXACT
-        )
+        logits = tile_logits(split, total, page, row, live, FORM, EXACT)
         logits = capped(logits * factor, cap, CAPPED)
         received = tl.max(tl.exp2(logits - sums[:, None]), 0) * weight
         # Excludes NaN, which would stay in the score, and numbers that atomic additions take for 0.

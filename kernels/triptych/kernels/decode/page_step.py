@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from triptych.core.layout import PageLayout
 from triptych.kernels.codegen.native import compile_function, vector_lanes
-from triptych.kernels.codegen.simd import FLOAT, I32, I64, POINTER, Emitter, Value, vector
+from triptych.kernels.codegen.simd import FLOAT, HALF, I32, I64, POINTER, Emitter, Value, vector
 from triptych.kernels.pages import is_channel_major
 
 CACHE_LINE = 64
@@ -47,8 +47,12 @@ def query_floats(group: int, head_dim: int) -> int:
 
 
 def scratch_floats(step: PageStep) -> int:
-    """Floats of logits [G, padded tokens], rescale factors [G] and zero terms [G]."""
-    return step.group * (_padded_tokens(step.layout) + 2)
+    """Floats of logits [G, padded tokens], rescale factors [G] and zero terms [G].
+
+    For keys with scales by channel also those of a page's queries, as ``query_floats``.
+    """
+    own = query_floats(1, step.layout.head_dim) * step.layout.format.codes_whole_pages
+    return step.group * (_padded_tokens(step.layout) + 2 + own)
 
 
 @cache
@@ -114,6 +118,8 @@ class _PageStepEmitter:
         self.room = 20 if self.lanes == 16 else 10
 
     def emit(self) -> None:
+        if self.layout.format.codes_whole_pages:
+            self._scale_query()
         if is_channel_major(self.layout):
             self._logits_by_channel()
         else:
@@ -124,6 +130,32 @@ class _PageStepEmitter:
             self._softmax()
             self._weigh_values()
         self.build.ret_void()
+
+    def _scale_query(self) -> None:
+        """Multiply the queries by the scales of the channels, and by their zeros, for this page.
+
+        The products are where ``_logits_by_*`` and ``_finished_logits`` look for the query and for
+        its sum.
+        """
+        e, group, dim = self.emit_, self.step.group, self.layout.head_dim
+        given = self.query
+        own = e.byte(self.scratch, 4 * group * (self.padded + 2))
+        for head in range(group):
+            sums: dict[int, Value] = {}
+            for start, width in _blocks(dim):
+                words = e.load(
+                    e.byte(self.page, self.layout.offsets[1] + 4 * start), vector(I32, width)
+                )
+                numbers = e.load(e.byte(given, 4 * (head * dim + start)), vector(FLOAT, width))
+                product = self.build.fmul(numbers, e.half(words, 0))
+                e.store(product, e.byte(own, 4 * (head * dim + start)))
+                nothing = ir.Constant(vector(FLOAT, width), [0.0] * width)
+                sums[width] = e.fma(numbers, e.half(words, 16), sums.get(width, nothing))
+            total = FLOAT(0.0)
+            for part in sums.values():
+                total = self.build.fadd(total, e.total(part))
+            e.store(total, e.byte(own, 4 * (group * dim + head)))
+        self.query = own
 
     def _logits_by_channel(self) -> None:
         """Dot products for keys [channel bytes, tokens]: a query number times a row of codes."""
@@ -137,7 +169,15 @@ class _PageStepEmitter:
                     if heads[0] == tile[0] == 0:
                         self._prefetch(row, rows)
                     line = e.byte(self.page, self.build.mul(row, I64(self.layout.tokens)))
-                    parts = [e.widen(e.byte(line, t), form.key_bits, self.lanes) for t in tile]
+                    parts = [
+                        e.widen(
+                            e.byte(line, t),
+                            form.key_bits,
+                            self.lanes,
+                            is_float=form.has_float_codes,
+                        )
+                        for t in tile
+                    ]
                     for share in range(8 // form.key_bits):
                         for g in heads:
                             near = e.byte(self.query, 4 * (g * dim + share * rows))
@@ -163,7 +203,12 @@ class _PageStepEmitter:
                     (g, w): ir.Constant(vector(FLOAT, w), [0.0] * w) for g in heads for w in widths
                 }
                 for start, width in blocks:
-                    codes = e.widen(e.byte(line, start * unit), form.key_bits, width)
+                    codes = e.widen(
+                        e.byte(line, start * unit),
+                        form.key_bits,
+                        width,
+                        is_float=form.has_float_codes,
+                    )
                     for share, part in enumerate(codes):
                         for g in heads:
                             near = e.byte(self.query, 4 * (g * dim + share * units + start))
@@ -213,7 +258,7 @@ class _PageStepEmitter:
         """First token, live mask, key metadata and visible mask of each block of tokens."""
         starts = list(range(0, self.padded, self.lanes))
         live = [self._live(start) for start in starts]
-        metadata = [self._metadata(1, t, mask) for t, mask in zip(starts, live, strict=True)]
+        metadata = [self._key_metadata(t, mask) for t, mask in zip(starts, live, strict=True)]
         shown = [self._shown(t, mask) for t, mask in zip(starts, live, strict=True)]
         return starts, live, metadata, shown
 
@@ -233,7 +278,10 @@ class _PageStepEmitter:
         logits: list[Value] = []
         for start, mask, pair, bias in zip(starts, shown, metadata, biases, strict=True):
             dot = e.load(e.byte(row, 4 * start), vector(FLOAT, self.lanes))
-            if pair:
+            if self.layout.format.codes_whole_pages:
+                dot = self.build.fadd(dot, query_sum)
+                dot = self.build.fmul(dot, pair[0]) if pair else dot
+            elif pair:
                 dot = e.fma(pair[0], dot, self.build.fmul(pair[1], query_sum))
             if self.step.is_capped:
                 dot = self.build.fmul(e.tanh(dot), e.splat(self.cap, self.lanes))
@@ -283,14 +331,21 @@ class _PageStepEmitter:
                     near = e.byte(self.page, self.layout.offsets[2])
                     line = e.byte(near, self.build.mul(token, I64(units * unit)))
                     for start, width in tile:
-                        codes = e.widen(e.byte(line, start * unit), form.value_bits, width)
+                        codes = e.widen(
+                            e.byte(line, start * unit),
+                            form.value_bits,
+                            width,
+                            is_float=form.has_float_codes,
+                        )
                         for g in heads:
                             weight = e.load(self._element(self._logit(g, 0), token), FLOAT)
                             wide = e.splat(weight, width)
                             for share, part in enumerate(codes):
                                 self._add_product(sums[g, start, share], part, wide)
                 for (g, start, share), slot in sums.items():
-                    e.store(self.build.load(slot), self._output(g, start + share * units))
+                    channel = start + share * units
+                    whole = self._with_earlier(g, channel, self.build.load(slot))
+                    e.store(whole, self._output(g, channel))
 
     def _prefetch(self, index: Value, rounds: int) -> None:
         """Prefetch part ``index`` of ``rounds`` of what attention reads of the next page."""
@@ -323,10 +378,31 @@ class _PageStepEmitter:
         return self.emit_.byte(self.state, 4 * (head * self.layout.head_dim + channel))
 
     def _rescaled(self, head: int, channel: int, lanes: int) -> Value:
+        """A sum of products of this page: it begins with earlier pages and with the zeros.
+
+        Values with scales by channel are added to those of earlier pages at the end.
+        """
+        e = self.emit_
+        zeros = e.splat(e.load(self._zero_term(head), FLOAT), lanes)
+        if self.layout.format.is_balanced:
+            return e.variable(zeros)
+        return e.variable(e.fma(*self._earlier(head, channel, lanes), zeros))
+
+    def _earlier(self, head: int, channel: int, lanes: int) -> tuple[Value, Value]:
+        """Outputs of earlier pages, and the factor by which they shrink."""
         e = self.emit_
         old = e.load(self._output(head, channel), vector(FLOAT, lanes))
-        rescale = e.splat(e.load(self._rescale(head), FLOAT), lanes)
-        return e.variable(e.fma(old, rescale, e.splat(e.load(self._zero_term(head), FLOAT), lanes)))
+        return old, e.splat(e.load(self._rescale(head), FLOAT), lanes)
+
+    def _with_earlier(self, head: int, channel: int, page: Value) -> Value:
+        """The output after this page, whose sum of products is ``page``."""
+        if not self.layout.format.is_balanced:
+            return page
+        e, lanes = self.emit_, page.type.count
+        at = e.byte(self.page, self.layout.channel_scales + 2 * channel)
+        scales = self.build.fpext(e.load(at, vector(HALF, lanes)), vector(FLOAT, lanes))
+        old, rescale = self._earlier(head, channel, lanes)
+        return e.fma(page, scales, self.build.fmul(old, rescale))
 
     def _live(self, start: int) -> Value:
         kind = vector(I64, self.lanes)
@@ -340,6 +416,19 @@ class _PageStepEmitter:
         e = self.emit_
         words = e.load_live(e.byte(self.page, self.layout.offsets[segment] + 4 * start), live)
         return e.half(words, 0), e.half(words, 16)
+
+    def _key_metadata(self, start: int, live: Value) -> tuple[Value, ...] | None:
+        """Scales and zeros of a block of keys; only scales, if zeros belong to channels."""
+        form = self.layout.format
+        if not form.codes_whole_pages:
+            return self._metadata(1, start, live)
+        return (self._token_scales(start),) if form.is_balanced else None
+
+    def _token_scales(self, start: int) -> Value:
+        """Scales of the keys of a block of tokens; those of tokens that are not live may be NaN."""
+        e, lanes = self.emit_, self.lanes
+        at = e.byte(self.page, self.layout.token_scales + 2 * start)
+        return self.build.fpext(e.load(at, vector(HALF, lanes)), vector(FLOAT, lanes))
 
     def _bias(self, start: int, live: Value) -> Value | None:
         """Biases of a block of tokens, 0 for those that are not live; None if there are none."""

@@ -65,7 +65,8 @@ def score_tokens(
     """Add the attention that each stored token receives from the query to its score in its page.
 
     A token's score grows by ``weight`` times the largest softmax weight among the query
-    heads of its KV head. Tokens with a bias have no score. ``lse`` comes from ``decode_attention``
+    heads of its KV head. Tokens with a bias have no score, nor have those of pages that are encoded
+    whole. ``lse`` comes from ``decode_attention``
     with the same arguments.
     ``mirror``: another arena with the same pages, into which the new scores are copied; then no
     two requests share a page.
@@ -94,8 +95,8 @@ def score_tokens(
 
 
 def scored_sections(sections: Sequence[Section]) -> list[Section]:
-    """The sections whose tokens have scores, not biases."""
-    return [section for section in sections if not section.layout.has_bias]
+    """The sections whose tokens have scores."""
+    return [section for section in sections if section.layout.has_scores]
 
 
 def copy_scores(source: Tensor, target: Tensor, sections: Sequence[Section], slots: Tensor) -> None:

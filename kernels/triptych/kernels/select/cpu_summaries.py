@@ -5,7 +5,7 @@
 import numpy as np
 from numba import carray
 
-from triptych.kernels.codec.vectors import PART_WORDS, decode, part_of
+from triptych.kernels.codec.vectors import PART_WORDS, RANGE, decode, part_of
 from triptych.kernels.codegen.numba_runtime import (
     fetch_add,
     from_half,
@@ -43,7 +43,7 @@ def run_summaries(job, team, body, threads):
 def _load(part, page, keys, scales, codes, numbers):
     """Decode the keys of the page at address ``page`` into ``keys``, [d, tokens]."""
     tokens = keys.shape[1]
-    if part.token_stride != 1 or part.groups != 1:
+    if part.token_stride != 1 or part.groups != 1 or part.kind != RANGE:
         for token in range(tokens):
             decode(part, page, token, codes, numbers)
             keys[:, token] = numbers

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from triptych.kernels.select import summary
-from triptych.kernels.triton.page_access import half_of, halves, held_of, products, unit_of
+from triptych.kernels.triton.page_access import halves, held_of, products, unit_of
+from triptych.kernels.triton.unpack import half_of
 
 PAGES = tl.constexpr(summary.TILE_PAGES)
 BLOCKS = tl.constexpr(summary.BLOCKS)

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
-# ruff: noqa: SIM108
+# ruff: noqa: SIM108, RUF005
 # Triton's language is not Python: the checker takes tiles for integers.
 """Functions of Triton kernels that read pages: token slots, codes, metadata and logits.
 
@@ -12,7 +12,7 @@ the result of the row NaN, since an error would make the host wait.
 import triton
 import triton.language as tl
 
-from triptych.kernels.triton.unpack import half_of
+from triptych.kernels.triton.unpack import numbers_of_codes, part_codes
 
 
 @triton.jit
@@ -22,11 +22,28 @@ def metadata_of(page, row, live, FORM: tl.constexpr, KEYS: tl.constexpr):
         start = page + FORM.key_metadata
     else:
         start = page + FORM.value_metadata
-    at = start.to(tl.pointer_type(tl.int32)) + row
-    word = tl.load(at, mask=live, other=0)
+    return words_of(start + 4 * row, live)
+
+
+@triton.jit
+def words_of(at, live):
+    """Scale and zero at byte pointers, in one load; 0 where not live."""
+    word = tl.load(at.to(tl.pointer_type(tl.int32)), mask=live, other=0)
     scale = tl.cast((word & 0xFFFF).to(tl.uint16), tl.float16, bitcast=True)
     zero = tl.cast(((word >> 16) & 0xFFFF).to(tl.uint16), tl.float16, bitcast=True)
     return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def halves_at(at, live):
+    """float16 numbers at byte pointers, as float32; 0 where not live."""
+    return tl.load(at.to(tl.pointer_type(tl.float16)), mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def token_scales(page, row, live, FORM: tl.constexpr):
+    """Scales of the keys of tokens of balanced pages; 0 where not live."""
+    return halves_at(page + FORM.token_scales + 2 * row, live)
 
 
 @triton.jit
@@ -179,23 +196,31 @@ def halves(numbers):
 def split_query(query, G: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr):
     """A group's query as fp16 tiles, one for each part of a packed key.
 
-    Numbers are divided by a power of two near the largest of their row, so that they fit in fp16;
-    ``low`` is the rounding error of ``high``. Returns high and low of part 0, of part 1 (part 0
-    again if keys have one part), the sum of the row, and the divisor.
+    Numbers are divided by a power of two near the largest of their row, so that they fit in fp16.
+    Returns (high, low) of each part, where ``low`` is the rounding error of ``high``; the sum of
+    the row; and the divisor.
     """
     heads = tl.arange(0, HEADS)
-    first = query_part(query, heads, 0, G, FORM)
-    second = first
-    largest = tl.max(tl.abs(first), 1)
-    total = tl.sum(first, 1)
-    if FORM.key_bits == 4:
-        second = query_part(query, heads, 1, G, FORM)
-        largest = tl.maximum(largest, tl.max(tl.abs(second), 1))
-        total += tl.sum(second, 1)
+    PARTS: tl.constexpr = FORM.parts_of_key
+    parts = ()
+    for share in tl.static_range(PARTS):
+        parts = parts + (query_part(query, heads, share, G, FORM),)
+    return split_parts(parts)
+
+
+@triton.jit
+def split_parts(parts):
+    """``split_query`` of float32 tiles [heads, key_tile], one for each part."""
+    largest = tl.max(tl.abs(parts[0]), 1)
+    total = tl.sum(parts[0], 1)
+    for share in tl.static_range(1, len(parts)):
+        largest = tl.maximum(largest, tl.max(tl.abs(parts[share]), 1))
+        total += tl.sum(parts[share], 1)
     unit, inverse = unit_of(largest)
-    first_high, first_low = halves(first * inverse[:, None])
-    second_high, second_low = halves(second * inverse[:, None])
-    return first_high, first_low, second_high, second_low, total * inverse, unit
+    split = ()
+    for share in tl.static_range(len(parts)):
+        split = split + (halves(parts[share] * inverse[:, None]),)
+    return split, total * inverse, unit
 
 
 @triton.jit
@@ -209,8 +234,7 @@ def products(high, low, codes, EXACT: tl.constexpr):
 
 @triton.jit
 def tile_logits(
-    first_high, first_low, second_high, second_low, total, page, row, live,
-    FORM: tl.constexpr, EXACT: tl.constexpr,
+    split, total, page, row, live, FORM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Products of a group's query with the keys of a tile, [HEADS, TILE], in the query's unit.
 
@@ -219,13 +243,14 @@ def tile_logits(
     """
     units = key_units(page, row, live, FORM)
     if FORM.key_bits == 16:
-        out = products(first_high, first_low, tl.trans(units), EXACT)
+        out = products(split[0][0], split[0][1], tl.trans(units), EXACT)
     else:
-        if FORM.key_bits == 8:
-            out = products(first_high, first_low, tl.trans(half_of(units)), EXACT)
-        else:
-            out = products(first_high, first_low, tl.trans(half_of(units & 15)), EXACT)
-            out += products(second_high, second_low, tl.trans(half_of(units >> 4)), EXACT)
+        codes = part_codes(units, FORM.key_bits, 0, FORM.is_float)
+        out = products(split[0][0], split[0][1], tl.trans(codes), EXACT)
+        PARTS: tl.constexpr = FORM.parts_of_key
+        for share in tl.static_range(1, PARTS):
+            codes = part_codes(units, FORM.key_bits, share, FORM.is_float)
+            out += products(split[share][0], split[share][1], tl.trans(codes), EXACT)
         scale, zero = metadata_of(page, row, live, FORM, True)
         out = out * scale[None, :] + total[:, None] * zero[None, :]
     return out
@@ -310,6 +335,18 @@ def numbers_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr)
         numbers = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     else:
         codes = codes_of(page, row, live, channel, FORM, KEYS)
-        scale, zero = metadata_of(page, row, live, FORM, KEYS)
-        numbers = half_of(codes).to(tl.float32) * scale[:, None] + zero[:, None]
+        numbers = numbers_of_codes(codes, FORM.is_float).to(tl.float32)
+        mask = live[:, None] & (channel < FORM.dim)[None, :]
+        if KEYS and FORM.by_channel:
+            scale, zero = words_of((page + FORM.key_metadata)[:, None] + 4 * channel[None, :], mask)
+            numbers = numbers * scale + zero
+            if FORM.is_balanced:
+                numbers = numbers * token_scales(page, row, live, FORM)[:, None]
+        else:
+            scale, zero = metadata_of(page, row, live, FORM, KEYS)
+            numbers = numbers * scale[:, None] + zero[:, None]
+            if FORM.is_balanced:
+                numbers = numbers * halves_at(
+                    (page + FORM.channel_scales)[:, None] + 2 * channel[None, :], mask
+                )
     return numbers

@@ -31,6 +31,9 @@ class Form:
     """Pages of this layout in one page of the arena."""
     tokens: int
     dim: int
+    parts_of_key: int
+    """Parts of a key, each of ``key_units`` channels."""
+    parts_of_value: int
     key_bits: int
     key_units: int
     """Units of a key: packed bytes, or fp16 numbers; equals the channels of one part."""
@@ -46,6 +49,14 @@ class Form:
     value_tile: int
     values: int
     value_metadata: int
+    is_float: bool
+    """Whether codes are float8 numbers."""
+    by_channel: bool
+    """Whether keys have a scale and a zero for each channel of a page."""
+    is_balanced: bool
+    """Whether keys also have a scale for each token, and values one for each channel."""
+    token_scales: int
+    channel_scales: int
     scores: int
     has_bias: bool
     """Whether logit biases are in the place of scores."""
@@ -89,6 +100,8 @@ def _form_of(layout: PageLayout, has_asm: bool) -> Form:
         parts=layout.parts,
         tokens=layout.tokens,
         dim=dim,
+        parts_of_key=max(1, 8 // form.key_bits),
+        parts_of_value=max(1, 8 // form.value_bits),
         key_bits=form.key_bits,
         key_units=key_units,
         key_tile=max(MIN_DOT, power_of_two(key_units)),
@@ -100,6 +113,11 @@ def _form_of(layout: PageLayout, has_asm: bool) -> Form:
         value_tile=max(MIN_DOT, power_of_two(value_units)),
         values=at[2],
         value_metadata=at[3],
+        is_float=form.has_float_codes,
+        by_channel=form.codes_whole_pages,
+        is_balanced=form.is_balanced,
+        token_scales=layout.token_scales,
+        channel_scales=layout.channel_scales,
         scores=at[4],
         has_bias=layout.has_bias,
         positions=at[5],

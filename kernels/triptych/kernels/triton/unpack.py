@@ -1,4 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+# ruff: noqa: SIM108
 # Triton's language is not Python: the checker takes tiles for integers.
 """Unpacking of codes to fp16, two numbers at a time.
 
@@ -33,7 +34,7 @@ def _asm(bits: int, part: int) -> str:
     )
 
 
-PARTS = ((8, 0), (4, 0), (4, 1), (2, 0), (2, 1), (2, 2), (2, 3))
+PARTS = tuple((bits, part) for bits in (8, 4, 2, 1) for part in range(8 // bits))
 PART_ASM = tl.constexpr(tuple(_asm(*place) for place in PARTS))
 
 
@@ -44,14 +45,48 @@ def half_of(code):
 
 
 @triton.jit
-def unpacked(units, bits: tl.constexpr, part: tl.constexpr, HAS_ASM: tl.constexpr):
+def float8_of(byte):
+    """Convert float8 numbers (e4m3) to fp16 exactly; NaN becomes 480.
+
+    With exponent and mantissa in the place of those of fp16, which has a bias of 15 instead of 7, a
+    number is 2**-8 times itself.
+    """
+    wide = byte.to(tl.uint16)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return tl.cast(bits.to(tl.uint16), tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def numbers_of_codes(codes, IS_FLOAT: tl.constexpr):
+    """fp16 numbers of codes that are unpacked."""
+    if IS_FLOAT:
+        numbers = float8_of(codes)
+    else:
+        numbers = half_of(codes)
+    return numbers
+
+
+@triton.jit
+def part_codes(units, bits: tl.constexpr, part: tl.constexpr, IS_FLOAT: tl.constexpr):
+    """fp16 codes of one part of packed bytes, without assembly."""
+    if bits == 8:
+        codes = numbers_of_codes(units, IS_FLOAT)
+    else:
+        codes = half_of((units >> (bits * part)) & ((1 << bits) - 1))
+    return codes
+
+
+@triton.jit
+def unpacked(
+    units, bits: tl.constexpr, part: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_ASM: tl.constexpr
+):  # fmt: skip
     """fp16 codes of one part of packed bytes, which hold ``8 / bits`` parts."""
-    if HAS_ASM:
-        PLACE: tl.constexpr = 0 if bits == 8 else part + (1 if bits == 4 else 3)
+    if HAS_ASM and not IS_FLOAT:
+        PLACE: tl.constexpr = 8 // bits - 1 + part
         asm: tl.constexpr = PART_ASM[PLACE]
         codes = tl.inline_asm_elementwise(
             asm, "=r,=r,r", [units], dtype=tl.float16, is_pure=True, pack=4
         )
     else:
-        codes = half_of((units >> (bits * part)) & ((1 << bits) - 1))
+        codes = part_codes(units, bits, part, IS_FLOAT)
     return codes

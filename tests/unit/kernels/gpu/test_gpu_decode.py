@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.moves import ALONE
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder
 from triptych.kernels import Section, decode_attention
@@ -71,7 +72,7 @@ def test_attention_over_pages_equals_dense_attention_over_decoded_tokens(
     check(device, torch.randn(2, 6, head_dim), cache.arena, [stored.section])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ALONE)
 def test_biases_are_added_to_logits_after_the_cap(
     name: str, device: Any, new_cache: NewCache
 ) -> None:

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.moves import ALONE
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS
 from triptych.kernels import Past, prefill_attention
 
 NewCache = Callable[..., Any]
@@ -105,7 +105,7 @@ def test_sinks_take_part_in_the_softmax_and_have_no_value(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {"also_plain": True}) for name in FORMATS),
+        *((name, {"also_plain": True}) for name in ALONE),
         ("k4v2", {"window": 25}),
         ("fp16", {"softcap": 2.0}),
     ],

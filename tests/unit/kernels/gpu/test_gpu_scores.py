@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.moves import ALONE
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS
 from triptych.kernels import Section, decode_attention, record_scores, score_tokens
 
 NewCache = Callable[..., Any]
@@ -45,7 +45,7 @@ def check(
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ALONE)
 def test_scores_grow_by_the_largest_weight_of_the_group(
     name: str, head_dim: int, device: Any, new_cache: NewCache
 ) -> None:

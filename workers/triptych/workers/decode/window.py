@@ -145,7 +145,8 @@ class Window:
         if phase == LOWERED:
             self._checkpoint.complete_lowering(slot)
         elif phase:
-            retirement = RetirementPlan(at, Retirement(moving.plan[:, at]))
+            width = Retirement.width(self.plan.retire_tokens)
+            retirement = RetirementPlan(at, Retirement(moving.plan[:, at, :, :width]))
             self._run_phases(retirement, phase)
 
     def _run_phases(self, retirement: RetirementPlan, phase: int) -> Ids:

@@ -108,7 +108,7 @@ class ChunkAttention:
 
 def _rounded_tokens(chunks: list[PrefillChunk]) -> dict[PageLayout, NDArray[np.bool_]]:
     """Masks of the tokens of a step that are rounded, by the layout to which they are."""
-    layouts = dict.fromkeys(chunk.prompt.plan.high for chunk in chunks)
+    layouts = dict.fromkeys(chunk.prompt.plan.rounding for chunk in chunks)
     return {
         layout: np.concatenate([_is_rounded(chunk, layout) for chunk in chunks])
         for layout in layouts
@@ -117,7 +117,7 @@ def _rounded_tokens(chunks: list[PrefillChunk]) -> dict[PageLayout, NDArray[np.b
 
 def _is_rounded(chunk: PrefillChunk, layout: PageLayout) -> NDArray[np.bool_]:
     prompt, positions = chunk.prompt, chunk.positions
-    if prompt.plan.high != layout:
+    if prompt.plan.rounding != layout:
         return np.zeros(len(positions), np.bool_)
     return (positions >= prompt.rounded.start) & (positions < prompt.rounded.stop)
 

@@ -39,6 +39,6 @@ def of_rows(runs: Iterable[tuple[PageLayout, Iterable[int]]], full_bytes: int) -
         pages = rows = 0
         for tokens in counts:
             pages, rows = pages + layout.pages(tokens), rows + 1
-            data += tokens * layout.read_bytes
+            data += round(tokens * layout.read_bytes)
         all_in += layout.pool_pages(pages) * layout.page_bytes + (pages + rows) * TABLE_ENTRY_BYTES
     return Footprint(full_bytes=full_bytes, data_bytes=data, all_in_bytes=all_in)

@@ -163,17 +163,17 @@ def _fill(arena: Tensor, layout: PageLayout, table: Tensor, count: int) -> None:
 
 def _encode(arena: Tensor, layout: PageLayout, pages: Tensor, count: int) -> None:
     """Encode ``count`` random tokens in each row of ``pages`` [KH, M], from raw pages."""
-    raw, there = replace(layout, format=page_format("fp16")), {"device": arena.device}
+    raw, device = replace(layout, format=page_format("fp16")), arena.device
     heads, width = pages.shape
     each = raw.pages(count)
     both = arena.new_empty(heads * (each + width), arena.shape[1])
-    numbers = torch.arange(len(both), dtype=torch.int32, **there)
+    numbers = torch.arange(len(both), dtype=torch.int32, device=device)
     source, target = numbers[: heads * each].view(heads, -1), numbers[heads * each :]
-    held = torch.full((1, heads), count, dtype=torch.int32, **there)
+    held = torch.full((1, heads), count, dtype=torch.int32, device=device)
     sections = Section(raw, source[None], held), Section(layout, target.view(1, heads, -1), held)
     _fill(both, raw, source[None], count)
-    token = torch.arange(count, dtype=torch.int32, **there).expand(1, heads, -1).contiguous()
-    move_tokens(both, *sections, torch.zeros(1, dtype=torch.int32, **there), token, token)
+    token = torch.arange(count, dtype=torch.int32, device=device).expand(1, heads, -1).contiguous()
+    move_tokens(both, *sections, torch.zeros(1, dtype=torch.int32, device=device), token, token)
     arena[pages.flatten().long()] = both[heads * each :]
 
 

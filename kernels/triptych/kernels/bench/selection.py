@@ -140,7 +140,7 @@ class SelectionCase:
                 pages = section.layout.pages(tokens)
                 inside = listed[(listed >= first) & (listed < first + pages)] - first
                 held = (tokens - inside * room).clamp(max=room).sum()
-                total += int(held) * section.layout.read_bytes
+                total += round(int(held) * section.layout.read_bytes)
                 total += _tiles(section, tokens) * self.tile_bytes
                 first += pages
         return total
@@ -154,7 +154,7 @@ class SelectionCase:
         """
         batch, heads = self.page_lists.counts.shape
         position = int(self.positions[0])
-        context, tiles, always, chance = 0, 0, list[int](), list[int]()
+        context, tiles, always, chance = 0, 0, list[float](), list[float]()
         for section in self.case.sections:
             layout, tokens = section.layout, int(section.tokens[0, 0])
             token_bytes = layout.read_bytes

@@ -165,8 +165,9 @@ def _move_pages(
     layout = target.layout
     room, form = layout.tokens, layout.format
     check_whole_pages(layout, target_places.shape[2])
-    runs = target_places.unflatten(2, (-1, room))
-    row, head, run = (runs[..., 0] >= 0).nonzero(as_tuple=True)
+    by_page = (*target_places.shape[:2], -1, room)
+    runs = target_places.reshape(by_page)
+    row, head, run = (runs[..., 0] >= 0).nonzero().unbind(1)
     first = runs[row, head, run][:, :1]
     expected = first + torch.arange(room, device=first.device)
     if (first % room).any() or not torch.equal(runs[row, head, run], expected.int()):
@@ -175,13 +176,11 @@ def _move_pages(
             "expected its places in order, from the first one on"
         )
     slot = slots.long()[row]
-    at = _slots_of(
-        source, slot[:, None], head[:, None], places.unflatten(2, (-1, room))[row, head, run]
-    )
+    at = _slots_of(source, slot[:, None], head[:, None], places.reshape(by_page)[row, head, run])
     read = at[0].long(), at[1].long()
     pages = target.forward_pages[slot, head, (first[:, 0] // room).long()].long()
     old, new = segments(arena, source.layout), segments(arena, layout)
-    flat = tuple(index.flatten() for index in read)
+    flat = read[0].flatten(), read[1].flatten()
     key, value = (
         decode(part).view(*read[0].shape, layout.head_dim)
         for part in _read(old, source.layout.format, flat)
@@ -297,7 +296,9 @@ def _read_from_pages(
     parts: Segments, layout: PageLayout, page: Tensor, row: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of tokens in pages that are encoded whole, float32 [n, d]."""
-    pages, place = page.unique(return_inverse=True)
+    pages: Tensor
+    place: Tensor
+    pages, place = page.unique(return_inverse=True)  # pyright: ignore[reportUnknownMemberType]
     form, shape = layout.format, (len(pages), layout.tokens, layout.head_dim)
     ones = parts.scores.new_ones(shape, dtype=torch.float16)
     encoded = EncodedPages(

@@ -1,4 +1,4 @@
-# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # ruff: noqa: SIM108, RUF005
 # Triton's language is not Python: the checker takes tiles for integers.
 """Functions of Triton kernels that read pages: token slots, codes, metadata and logits.

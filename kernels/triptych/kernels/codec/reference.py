@@ -1,6 +1,6 @@
 """Reference implementation of the codec ops. A token slot is a pair (page id, row of the page)."""
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -298,8 +298,10 @@ def _read_from_pages(
     parts: Segments, layout: PageLayout, page: Tensor, row: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of tokens in pages that are encoded whole, float32 [n, d]."""
-    distinct: Any = page.unique(return_inverse=True)  # pyright: ignore[reportUnknownMemberType]
-    pages, place = cast(tuple[Tensor, Tensor], distinct)
+    pages, place = cast(
+        tuple[Tensor, Tensor],
+        page.unique(return_inverse=True),  # pyright: ignore[reportUnknownMemberType]
+    )
     form, shape = layout.format, (len(pages), layout.tokens, layout.head_dim)
     ones = parts.scores.new_ones(shape, dtype=torch.float16)
     encoded = EncodedPages(

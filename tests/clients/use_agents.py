@@ -6,7 +6,7 @@ may not. What is called, with which arguments and how often, is the model's choi
 
 import asyncio
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import agents
@@ -114,8 +114,14 @@ async def pydantic_structured() -> None:
 # ---------------------------------------------------------------- openai-agents
 
 
+class OneRound(agents.AgentHooks[None]):
+    """After its tools have run, an agent may not call any: a small model would go on for ever."""
+
+    async def on_tool_end(self, context: Any, agent: Any, tool: Any, result: Any) -> None:
+        agent.model_settings = replace(agent.model_settings, tool_choice="none")
+
+
 def openai_agent(**more: Any) -> agents.Agent[None]:
-    """After its first call the framework itself resets ``tool_choice``."""
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
     return agents.Agent(
         name="helper",
@@ -129,6 +135,8 @@ def openai_agent(**more: Any) -> agents.Agent[None]:
             parallel_tool_calls=True,
             include_usage=True,
         ),
+        hooks=OneRound(),
+        reset_tool_choice=False,
         **more,
     )
 
@@ -136,9 +144,8 @@ def openai_agent(**more: Any) -> agents.Agent[None]:
 async def openai_agents() -> None:
     agents.set_tracing_disabled(disabled=True)
     for output in (None, Town):
-        agent = openai_agent(output_type=output)
-        whole = await agents.Runner.run(agent, QUESTION)
-        stream = agents.Runner.run_streamed(agent, QUESTION)
+        whole = await agents.Runner.run(openai_agent(output_type=output), QUESTION)
+        stream = agents.Runner.run_streamed(openai_agent(output_type=output), QUESTION)
         events = [event async for event in stream.stream_events()]
         assert any(event.type == "raw_response_event" for event in events)
         for run in (whole, stream):

@@ -15,7 +15,7 @@ from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.grpc import GrpcServer
 from triptych.deployments.http import ModelCard, OpenAIServing, create_app
 from triptych.deployments.http.metrics import CacheBlocks, IngressMetrics
-from triptych.deployments.replicas.gc_tuning import freeze_heap
+from triptych.deployments.replicas.memory_tuning import freeze_heap
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
 from triptych.deployments.transport.node_context import NodeContext

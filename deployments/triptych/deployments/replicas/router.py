@@ -25,7 +25,7 @@ from triptych.deployments.monitoring.explain import explanations, summary
 from triptych.deployments.monitoring.pool_group import PoolGroup
 from triptych.deployments.monitoring.status import Status
 from triptych.deployments.monitoring.tracing import Tracer
-from triptych.deployments.replicas.gc_tuning import freeze_heap
+from triptych.deployments.replicas.memory_tuning import freeze_heap
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.kvpool import guest_name

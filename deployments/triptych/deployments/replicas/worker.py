@@ -26,7 +26,7 @@ from triptych.core.messages import (
 from triptych.deployments.app_plan import AppPlan, new_name
 from triptych.deployments.monitoring.live_profiler import Json, LiveProfiler
 from triptych.deployments.placement.autoscaling import WANTED
-from triptych.deployments.replicas.gc_tuning import freeze_heap
+from triptych.deployments.replicas.memory_tuning import freeze_heap, limit_arenas
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
@@ -78,6 +78,7 @@ class WorkerReplica:
     """
 
     async def __init__(self, plan: AppPlan, stages: Sequence[Stage]) -> None:
+        limit_arenas()
         self._node = await asyncio.to_thread(NodeContext.enter, plan)
         self._plan, self._stages = self._node.plan, tuple(stages)
         plan = self._plan

@@ -43,9 +43,9 @@ METHODS = [
     *("uniform:k8v4", "uniform:k4v2", "uniform:fp16", "snapkv"),
     *("kvarn", "fp8", "saw_int4"),
 ]
+"""Compression methods beside the default."""
 UNMEASURED = ("snapkv", "kvarn", "fp8", "saw_int4")
 """Methods of which the profile has no error."""
-"""Compression methods beside the default."""
 QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 ENTROPY_STOP = {
     "name": "entropy_stop",

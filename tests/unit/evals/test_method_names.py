@@ -76,9 +76,9 @@ def test_methods_come_once_each_and_full_alone_is_no_study() -> None:
 
 
 def test_simulated_formats_need_no_pages() -> None:
-    form = simulated_format("k4v8")
+    form = simulated_format("k2v8")
     assert form.name not in FORMATS
-    assert form.read_bytes(64) == FORMATS["k8v4"].read_bytes(64)
+    assert form.read_bytes(64) == FORMATS["k8v2"].read_bytes(64)
     grouped = simulated_format("k4v2:2:4")
     assert (grouped.key_groups, grouped.value_groups) == (2, 4)
     assert grouped.read_bytes(64) == FORMATS["k4v2"].read_bytes(64) + 4 * (1 + 3)

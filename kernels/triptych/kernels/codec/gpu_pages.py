@@ -169,7 +169,7 @@ def scaled_part(
 def range_of(low, high, top):
     """Scale and zero of ranges, float16, and whether a range is not a point."""
     scale = tl.div_rn(high - low, tl.broadcast_to(top, low.shape)).to(tl.float16)
-    usable = scale > 0.0
+    usable = (scale > 0.0) & (scale <= 65504.0)
     return tl.where(usable, scale, 1.0).to(tl.float16), low.to(tl.float16), usable
 
 

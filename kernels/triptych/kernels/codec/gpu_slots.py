@@ -254,7 +254,7 @@ def quantize(
         else:
             scale = tl.div_rn(high - low, tl.broadcast_to(top, low.shape)).to(tl.float16)
             zero = low.to(tl.float16)
-            usable = scale > 0.0
+            usable = (scale > 0.0) & (scale <= 65504.0)  # a step of one bit can be too long
         scale = tl.where(usable, scale, 1.0).to(tl.float16)
         wide_scale = scale.to(tl.float32)[:, None]
         unit = tl.arange(0, tile)

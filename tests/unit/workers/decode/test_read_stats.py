@@ -92,3 +92,13 @@ def test_reuse_counts_the_pages_that_the_same_request_read_at_the_step_before() 
     assert reused(second, second) == (4, 4)
     assert reused(replace(first, names=("z",)), second) == (0, 0)
     assert reused(first, Reading(("a",), first.parts)) == (4, 6)
+
+
+def test_bytes_of_pages_that_are_encoded_whole_are_counted_in_whole_numbers() -> None:
+    luck = np.random.default_rng(0)
+    whole, other = part(luck, "kvarn", 0), part(luck, "k8v4", 1000)
+    found = Reading(NAMES, (whole, other)).layer_bytes()
+    rest = Reading(NAMES, (other,)).layer_bytes()
+    tokens = whole.tokens.sum(axis=(1, 2))
+    assert found.dtype == np.int64
+    assert np.array_equal(found - rest, np.rint(tokens * whole.layout.read_bytes))

@@ -88,7 +88,7 @@ class Reading:
         total = np.zeros(self.parts[0].tokens.shape[0], np.int64)
         for part, read in zip(self.parts, self.read(), strict=True):
             tokens = np.where(read, part.held, 0).sum(axis=(1, 2, 3), dtype=np.int64)
-            total += tokens * part.layout.read_bytes
+            total += np.rint(tokens * part.layout.read_bytes).astype(np.int64)
         return total
 
     def keys(self) -> dict[str, Keys]:

@@ -53,7 +53,7 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 	@echo "==> end-to-end tests"
 	@$(BIN)/pytest -q $(SLOWEST) $(addprefix --ignore=,$(LONG)) tests/e2e
 
-interpreter: $(READY) ## run the longest tests of GPU code in Triton's interpreter (4 minutes)
+interpreter: $(READY) ## run the longest tests of GPU code in Triton's interpreter (6 minutes)
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/test_gpu.py -m interpreter
 
 conformance: $(READY) ## run the suite that every compression method must pass (3 minutes)

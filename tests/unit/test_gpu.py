@@ -19,7 +19,17 @@ FILES = sorted(Path(__file__).parent.glob("*/gpu/test_*.py"))
 LONG = {
     f"test_gpu_{name}"
     for name in (
-        *("decode", "draw", "engines", "methods", "mixed_graphs", "prefill", "resume", "scores"),
+        *(
+            "codec",
+            "decode",
+            "draw",
+            "engines",
+            "methods",
+            "mixed_graphs",
+            "prefill",
+            "resume",
+            "scores",
+        ),
         "select",
     )
 }

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.unit.workers.settled import booked_in_the_end
 from tests.unit.workers.test_local_server import config, greedy, prompt
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
@@ -51,7 +52,7 @@ def test_each_token_is_what_the_model_says_in_its_window(
     with LocalServer(windowed(), tiny_model) as server:
         (answer,) = server.complete([server.request(prompt(count), greedy(150))])
         assert server.pool.stat().request_pages == 0
-        assert set(server.booked_bytes.values()) <= {0}
+        assert not booked_in_the_end(server)
     assert (answer.finish, len(answer.tokens)) == ("length", 150)
     ours = torch.tensor([entry.logprob for entry in answer.logprobs])
     own = own_logprobs(reference, [*prompt(count), *answer.tokens], count)

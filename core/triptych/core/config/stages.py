@@ -131,9 +131,23 @@ MAX_METHODS = 16
 """Most methods beside the default one: metrics have a series for each."""
 
 
+SEPARATOR = "/"
+"""Between a method and the one for the tokens of images, as in ``uniform:k8v4/snapkv``."""
+
+
+def parts_of_name(name: str) -> tuple[str, str]:
+    """Names of the text method and of the image method; the latter is empty if there is none.
+
+    >>> parts_of_name("diffkv/uniform:k4v2"), parts_of_name("diffkv")
+    (('diffkv', 'uniform:k4v2'), ('diffkv', ''))
+    """
+    text, _, images = name.partition(SEPARATOR)
+    return text, images
+
+
 def check_policy(name: str) -> None:
     """Raise ConfigError unless ``name`` is a policy, and its format one that pages have."""
-    text, _, images = name.partition("/")
+    text, images = parts_of_name(name)
     if images:
         check_policy(text)
         check_policy(images)

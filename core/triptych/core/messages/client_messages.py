@@ -157,10 +157,11 @@ class Cancel:
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirm:
-    """Ingress to router: no tokens have come for these requests; do they still exist?
+    """Ingress or worker to router: requests that may have ended without its knowledge.
 
-    The answer is ``Unknown`` with those that do not, or nothing. From a worker it names all that it
-    holds, and the answer is ``Cancel`` with those that it should not.
+    An ingress names those without new tokens; the answer is ``Unknown`` with those that have ended.
+    A worker names all that it holds; the answer is ``Cancel`` with those that it should not hold.
+    There is no answer if there is nothing to say.
     """
 
     requests: tuple[str, ...]

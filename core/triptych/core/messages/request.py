@@ -252,7 +252,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModalityReport:
-    """What compression did with the tokens of one modality of a prompt."""
+    """Tokens and bytes of one modality of a prompt, before and after compression."""
 
     modality: Modality
     tokens: int

@@ -9,18 +9,6 @@ from dataclasses import replace
 from triptych.core.errors import ConfigError
 from triptych.core.policy import Policy
 
-SEPARATOR = "/"
-
-
-def parts_of_name(name: str) -> tuple[str, str]:
-    """Names of the text method and of the image method; the latter is empty if there is none.
-
-    >>> parts_of_name("diffkv/uniform:k4v2"), parts_of_name("diffkv")
-    (('diffkv', 'uniform:k4v2'), ('diffkv', ''))
-    """
-    text, _, images = name.partition(SEPARATOR)
-    return text, images
-
 
 def by_modality(name: str, text: Policy, images: Policy) -> Policy:
     """The policy that treats text by one policy and image tokens by another.
@@ -66,7 +54,7 @@ def _reads_scores(policy: Policy) -> bool:
 
 
 def _scores_of(policy: Policy) -> tuple[object, ...]:
-    """What the scores of tokens are that a policy reads."""
+    """The source of a policy's token scores: a network, or the queries whose attention counts."""
     rule = policy.observing_rule
     return (policy.scorer, rule and rule.last_queries)
 

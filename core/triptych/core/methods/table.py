@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from triptych.core.config import CompressorConfig
+from triptych.core.config.stages import SEPARATOR, parts_of_name
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS
 from triptych.core.methods.composition import PROVIDED, WITH_PROFILE, Method
 from triptych.core.methods.learned_files import LearnedFile, NetworkKind
-from triptych.core.methods.modalities import SEPARATOR, by_modality, parts_of_name
+from triptych.core.methods.modalities import by_modality
 from triptych.core.plugins import POLICY_NAMES
 from triptych.core.policy import KVRotation, Policy, chosen
 from triptych.core.profile import Profile, Settings

@@ -5,10 +5,10 @@ before compression beside the compressed one.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from triptych.core.handles import LeaseId, LeaseRef
-from triptych.kvpool import About, DiskSettings, LocalPool, PinId, PrefixSettings
+from triptych.kvpool import About, LocalPool, PinId
 from triptych.kvpool.pool.leases import Commit
 
 
@@ -21,18 +21,11 @@ class KeptRawPages(LocalPool):
     Source: FastCache, sections 3.2 and 5.3 (pre-compression caches are reclaimed at once)
     """
 
-    def __init__(
-        self,
-        pages: int,
-        page_bytes: int,
-        worker: str = "local",
-        prefixes: PrefixSettings | None = None,
-        disk: DiskSettings | None = None,
-        arena_directory: Path | None = None,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As ``LocalPool``."""
         self._kept = dict[LeaseId, LeaseId]()
         """The raw lease beside each compressed one."""
-        super().__init__(pages, page_bytes, worker, prefixes, disk, arena_directory)
+        super().__init__(*args, **kwargs)
 
     def handoff(
         self,

@@ -152,7 +152,7 @@ def run_pipelines(prepared: PreparedPipelines, file: RecordFile, advance: Advanc
 
 
 def loads_of(file: RecordFile) -> Iterator[LoadRecord]:
-    """What a file has of pipelines."""
+    """The load records of a file."""
     return (LoadRecord.from_json(one) for one in file.of_kind("load"))
 
 

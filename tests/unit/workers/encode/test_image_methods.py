@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_vision import Reference, random_images, save_tiny_vision_model
+from tests.unit.workers.settled import booked_in_the_end
 from triptych.core.config import AppConfig
 from triptych.core.images import Image
 from triptych.core.messages import Request, Sampling
@@ -47,7 +48,7 @@ def run(model: Path, prefill: dict[str, object], **more: object) -> dict[str, Co
             asked = server.request(ids, GREEDY, pictures)
             requests.append(replace(asked, method=method))
         found = server.complete(requests)
-        assert not server.booked_bytes
+        assert not booked_in_the_end(server)
     assert [one.error for one in found] == [None] * len(METHODS)
     return dict(zip(METHODS, found, strict=True))
 

@@ -1,16 +1,20 @@
-"""A tiny random LLaVA with the byte tokenizer, as a directory in Hugging Face's form."""
+"""Tiny random models that read images, as directories in Hugging Face's form."""
 
 import base64
 import io
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 from transformers import (
+    AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoProcessor,
+    AutoTokenizer,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
     Idefics3Config,
@@ -22,6 +26,14 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    SmolVLMImageProcessorPil,
+    SmolVLMVisionConfig,
 )
 
 from tests.tiny import CONTEXT_TOKENS, byte_tokenizer
@@ -34,6 +46,20 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 IMAGE_TOKENS = 16
+"""Of an image that is not split, and of a tile."""
+NEAR_TIE = 0.003
+"""Difference of two logits that may change sides in pages of 16 bits."""
+TILE = 56
+TILE_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": TILE,
+    "patch_size": 7,
+    "initializer_range": 0.2,
+}
+"""Settings of a vision tower of which 2 x 2 patches make a token."""
 
 
 def save_tiny_vision_model(path: Path) -> Path:
@@ -73,19 +99,18 @@ def save_tiny_vision_model(path: Path) -> Path:
 
 def save_tiny_idefics3(path: Path) -> Path:
     """Idefics3 whose images are not split: 56 x 56 pixels, and 2 x 2 patches make a token."""
-    tokenizer = byte_tokenizer()
-    special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return _save_idefics3(path, TILE, is_split=False)
+
+
+def save_tiny_idefics3_with_tiles(path: Path) -> Path:
+    """Idefics3 with up to four tiles of 56 x 56 pixels, and the whole image."""
+    return _save_idefics3(path, 2 * TILE, is_split=True)
+
+
+def _save_idefics3(path: Path, longest: int, *, is_split: bool) -> Path:
+    tokenizer = _tokenizer_of_tiles()
     config = Idefics3Config(
-        vision_config=Idefics3VisionConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=56,
-            patch_size=7,
-            initializer_range=0.2,
-        ),
+        vision_config=Idefics3VisionConfig(**TILE_TOWER),
         text_config=_text_config(len(tokenizer)).to_dict(),
         scale_factor=2,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
@@ -96,15 +121,105 @@ def save_tiny_idefics3(path: Path) -> Path:
     Idefics3ForConditionalGeneration(config).save_pretrained(path)
     Idefics3Processor(
         image_processor=Idefics3ImageProcessorPil(
-            do_image_splitting=False,
-            size={"longest_edge": 56},
-            max_image_size={"longest_edge": 56},
+            do_image_splitting=is_split,
+            size={"longest_edge": longest},
+            max_image_size={"longest_edge": TILE},
         ),
         tokenizer=tokenizer,
         image_seq_len=IMAGE_TOKENS,
         chat_template=TEMPLATE,
     ).save_pretrained(path)
     return path
+
+
+def save_tiny_smolvlm(path: Path) -> Path:
+    """SmolVLM with up to four tiles, and the files that a published one has."""
+    tokenizer = _tokenizer_of_tiles()
+    config = SmolVLMConfig(
+        vision_config=SmolVLMVisionConfig(**TILE_TOWER),
+        text_config=_text_config(len(tokenizer)).to_dict(),
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(9)
+    SmolVLMForConditionalGeneration(config).save_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    SmolVLMImageProcessorPil(
+        size={"longest_edge": 2 * TILE}, max_image_size={"longest_edge": TILE}
+    ).save_pretrained(path)
+    known = {"image_seq_len": IMAGE_TOKENS, "processor_class": "SmolVLMProcessor"}
+    (path / "processor_config.json").write_text(json.dumps(known))
+    return path
+
+
+def save_tiny_qwen2_vl(path: Path) -> Path:
+    """Qwen2.5-VL: 14 x 14 pixels make a token, and positions of images count rows and columns."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    text = _text_config(len(tokenizer)).to_dict() | {"model_type": "qwen2_5_vl_text"}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [6, 5, 5],
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": 7,
+            "spatial_merge_size": 2,
+            "out_hidden_size": text["hidden_size"],
+            "window_size": 28,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.2,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(10)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(path)
+    # transformers' positions of two images without a token between them are those of one.
+    tokenizer.chat_template = TEMPLATE.replace("<image>", "[<image>]")
+    tokenizer.save_pretrained(path)
+    size = {"shortest_edge": 28 * 28, "longest_edge": 70 * 70}
+    Qwen2VLImageProcessorPil(size=size, patch_size=7, merge_size=2).save_pretrained(path)
+    return path
+
+
+@dataclass(frozen=True)
+class _QwenProcessor:
+    """What Qwen2-VL's processor does with images, without those packages that read videos."""
+
+    image_processor: Qwen2VLImageProcessorPil
+    tokenizer: PreTrainedTokenizerFast
+
+    def __call__(
+        self, *, text: Sequence[str], images: Sequence[Image.Image] | None, **_: object
+    ) -> dict[str, torch.Tensor]:
+        (prompt,), pixels = text, dict[str, torch.Tensor]()
+        if images:
+            pixels = dict(self.image_processor(images=list(images), return_tensors="pt"))
+            for grid in pixels["image_grid_thw"]:
+                prompt = prompt.replace("<image>", "<one>" * (int(grid.prod()) // 4), 1)
+            prompt = prompt.replace("<one>", "<image>")
+        found = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+        ids = found["input_ids"]
+        kinds = (ids == self.tokenizer.convert_tokens_to_ids("<image>")).int()
+        return {"input_ids": ids, "mm_token_type_ids": kinds, **pixels}
+
+
+def _tokenizer_of_tiles() -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    labels = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special, *labels]})
+    return tokenizer
 
 
 def _text_config(vocab_size: int) -> LlamaConfig:
@@ -117,7 +232,7 @@ def _text_config(vocab_size: int) -> LlamaConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=CONTEXT_TOKENS,
+        max_position_embeddings=2 * CONTEXT_TOKENS,
         bos_token_id=0,
         eos_token_id=1,
         initializer_range=0.2,
@@ -141,7 +256,20 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-        self.processor = AutoProcessor.from_pretrained(path)
+        if self.model.config.model_type == "smolvlm":
+            # SmolVLM's own processor needs packages that read videos.
+            self.processor = Idefics3Processor(
+                AutoImageProcessor.from_pretrained(path),
+                AutoTokenizer.from_pretrained(path),
+                image_seq_len=IMAGE_TOKENS,
+            )
+        elif self.model.config.model_type == "qwen2_5_vl":
+            self.processor = _QwenProcessor(
+                AutoImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+            )
+        else:
+            self.processor = AutoProcessor.from_pretrained(path)
+        self.template = self.processor.tokenizer.chat_template or self.processor.chat_template
 
     def prompt(self, text: str, images: Sequence[Image.Image]) -> list[int]:
         """Token ids with one ``<image>`` for each image, and with as many as it has features."""
@@ -149,17 +277,31 @@ class Reference:
         return given[0].tolist()
 
     def tokens(self, text: str, images: Sequence[Image.Image], count: int) -> list[int]:
-        """Greedy output tokens."""
+        """Greedy output tokens, up to the first that was nearly another one.
+
+        Pages have 16 bits, so what comes after that token may differ.
+        """
         given = self._inputs(text, images)
         with torch.inference_mode():
             out = self.model.generate(
-                **given, max_new_tokens=count, min_new_tokens=count, do_sample=False
+                **given,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
             )
-        return out[0][given["input_ids"].shape[1] :].tolist()
+        tokens = out.sequences[0][given["input_ids"].shape[1] :].tolist()
+        best = torch.stack(out.logits)[:, 0].topk(2).values
+        close = (best[:, 0] - best[:, 1] < NEAR_TIE).nonzero()
+        return tokens[: int(close[0])] if len(close) else tokens
 
     def chat(self, messages: Sequence[dict[str, object]], images: Sequence[Image.Image]) -> str:
         """The prompt of a chat, as transformers renders it."""
-        return self.processor.apply_chat_template(list(messages), add_generation_prompt=True)
+        given = list(messages)
+        return self.processor.tokenizer.apply_chat_template(
+            given, tokenize=False, add_generation_prompt=True, chat_template=self.template
+        )
 
     def _inputs(self, text: str, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
         return self.processor(

@@ -1,4 +1,4 @@
-"""Images of a prompt: which tokens stand for them, segments, and keys for the prefix cache.
+"""Images of a prompt: their places in it, segments, and keys for the prefix cache.
 
 The tokens of all images are alike: placeholders, which prefill replaces by features. So a key of
 the prefix cache must not be made of them alone. ``content_keys`` puts a hash of the pixels in their
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from hashlib import blake2b, sha256, shake_256
 from struct import unpack
 from typing import Literal
-
-from triptych.core.errors import RequestError
 
 KEY_TOKENS = 8
 """Tokens before an image whose keys cover it too. A block of the prefix cache may end behind the
@@ -30,10 +28,9 @@ IMAGE: Modality = "image"
 class ImageSpan:
     """The tokens of one image in a prompt."""
 
-    start: int
-    """Position of the first one."""
-    tokens: int
-    """Number of placeholders, and of features."""
+    runs: tuple[tuple[int, int], ...]
+    """Position of the first of some consecutive features, and their number: one run for each tile
+    of an image. Tokens between two runs belong to the image too."""
     digest: bytes
     """``digest_of`` the image."""
     width: int
@@ -41,14 +38,48 @@ class ImageSpan:
     """Pixels."""
     feature_bytes: int
     """Bytes of its features."""
+    grid: tuple[int, int] = (0, 0)
+    """Rows and columns of its features, for models whose rotary positions of images count both;
+    (0, 0): positions count tokens."""
+
+    def __post_init__(self) -> None:
+        places = [edge for first, count in self.runs for edge in (first, first + count)]
+        if not places or places[0] < 0 or min(count for _, count in self.runs) < 1:
+            raise ValueError(f"an image has no features at {self.runs}")
+        if places != sorted(places):
+            raise ValueError(f"the features of an image overlap: {self.runs}")
+        rows, columns = self.grid
+        if (rows, columns) != (0, 0) and (rows < 1 or rows * columns != self.tokens):
+            raise ValueError(f"{self.tokens} tokens are no {rows} x {columns} features")
 
     @property
     def pixels(self) -> int:
         return self.width * self.height
 
     @property
+    def features(self) -> int:
+        """Number of features."""
+        return sum(count for _, count in self.runs)
+
+    @property
+    def start(self) -> int:
+        """Position of the first feature."""
+        return self.runs[0][0]
+
+    @property
     def stop(self) -> int:
-        return self.start + self.tokens
+        """Position behind the last feature."""
+        return sum(self.runs[-1])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens from the first to the last feature."""
+        return self.stop - self.start
+
+    @property
+    def rotary_tokens(self) -> int:
+        """By how much rotary positions grow from the first token to the one behind the image."""
+        return max(self.grid) or self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +116,6 @@ def all_segments(others: Sequence[Segment], tokens: int) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageLayout:
-    """The tokens of an image in prompts of one model."""
-
-    placeholder: int
-    """Token id that the chat template writes once for an image."""
-    before: tuple[int, ...] = ()
-    """Tokens before the placeholders of an image."""
-    tokens: int
-    """Placeholders of an image."""
-    after: tuple[int, ...] = ()
-    """Tokens behind them."""
-    feature_bytes: int
-    """Bytes of the features of an image."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Image:
     """A decoded image."""
@@ -129,42 +144,13 @@ def digest_of(width: int, height: int, rgb: bytes) -> bytes:
     return hashed.digest()
 
 
-def expand_images(
-    tokens: Sequence[int], images: Sequence[Image], layout: ImageLayout
-) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """Replace the placeholder of each image by as many as it has features.
+def rotary_offset(images: Sequence[ImageSpan]) -> int:
+    """Rotary position of a token behind some images, less its index.
 
-    ``tokens``: a prompt with one placeholder for each image, in order.
-
-    Raises: RequestError if there are more or fewer placeholders than images
+    >>> rotary_offset([])
+    0
     """
-    found = sum(token == layout.placeholder for token in tokens)
-    if found != len(images):
-        raise RequestError(
-            f"the chat template made {found} image tokens of {len(images)} images: a text may not "
-            "contain the image token, and an image must be in a message whose role may have some",
-            "messages",
-        )
-    expanded, spans, rest = list[int](), list[ImageSpan](), iter(images)
-    for token in tokens:
-        if token != layout.placeholder:
-            expanded.append(token)
-            continue
-        image = next(rest)
-        expanded += layout.before
-        spans.append(
-            ImageSpan(
-                start=len(expanded),
-                tokens=layout.tokens,
-                digest=image.digest,
-                width=image.width,
-                height=image.height,
-                feature_bytes=layout.feature_bytes,
-            )
-        )
-        expanded += [layout.placeholder] * layout.tokens
-        expanded += layout.after
-    return expanded, tuple(spans)
+    return sum(image.rotary_tokens - image.tokens for image in images)
 
 
 def content_keys(tokens: Sequence[int], images: Sequence[ImageSpan]) -> tuple[int, ...]:
@@ -174,7 +160,7 @@ def content_keys(tokens: Sequence[int], images: Sequence[ImageSpan]) -> tuple[in
     place in it, and what stood there. They are at least ``LEAST_KEY``, so that no token has their
     value. Two prompts have equal keys up to a place inside an image only if the image is the same.
 
-    >>> span = ImageSpan(start=1, tokens=2, digest=b"a", width=1, height=1, feature_bytes=8)
+    >>> span = ImageSpan(runs=((1, 2),), digest=b"a", width=1, height=1, feature_bytes=8)
     >>> [key >= LEAST_KEY for key in content_keys([5, 7, 7, 6], [span])]
     [True, True, True, False]
     """

@@ -5,10 +5,11 @@ import random
 import pytest
 
 from triptych.core.errors import RequestError
-from triptych.core.images import KEY_TOKENS, Image, ImageLayout, content_keys, expand_images
+from triptych.core.image_layout import ImageLayout, Resizing, Tiling, expand_images
+from triptych.core.images import KEY_TOKENS, Image, ImageSpan, content_keys, rotary_offset
 from triptych.core.messages import Request, Sampling
 
-LAYOUT = ImageLayout(placeholder=9, before=(3,), tokens=5, after=(4,), feature_bytes=100)
+LAYOUT = ImageLayout(placeholder=9, feature_bytes=20, patterns={"0x0": (3, *[9] * 5, 4)})
 
 
 def image(seed: int) -> Image:
@@ -22,6 +23,26 @@ def test_a_placeholder_becomes_as_many_as_the_image_has_features() -> None:
         (2, 7, image(0).digest),
         (10, 15, image(1).digest),
     ]
+
+
+def test_an_image_of_tiles_has_features_with_labels_between_them() -> None:
+    layout = ImageLayout(
+        placeholder=9,
+        feature_bytes=20,
+        patterns={"1x2": (3, 9, 9, 4, 9, 9, 5), "2x1": (9, 6, 9)},
+        rule=Tiling(longest_edge=4, tile=2),
+    )
+    wide, tall = Image.of(2, 1, bytes(6)), Image.of(1, 2, bytes(6))
+    tokens, (first, second) = expand_images([9, 9], [wide, tall], layout)
+    assert tokens == [3, 9, 9, 4, 9, 9, 5, 9, 6, 9]
+    assert (first.runs, first.features, first.tokens) == (((1, 2), (4, 2)), 4, 5)
+    assert (second.runs, second.feature_bytes) == (((7, 1), (9, 1)), 40)
+
+
+@pytest.mark.parametrize("runs", [(), ((3, 0),), ((-1, 2),), ((3, 2), (4, 2))])
+def test_features_of_an_image_are_at_places_of_their_own(runs: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="features"):
+        ImageSpan(runs=runs, digest=b"", width=1, height=1, feature_bytes=4)
 
 
 @pytest.mark.parametrize(("tokens", "count"), [([1, 2], 1), ([9, 9], 1), ([9], 0)])
@@ -64,3 +85,17 @@ def test_the_digest_covers_the_shape() -> None:
     assert Image.of(2, 1, bytes(6)).digest != Image.of(1, 2, bytes(6)).digest
     with pytest.raises(ValueError, match="no RGB image"):
         Image.of(2, 2, bytes(6))
+
+
+def test_positions_behind_an_image_with_a_grid_go_on_after_its_longer_edge() -> None:
+    layout = ImageLayout(
+        placeholder=9,
+        feature_bytes=4,
+        rule=Resizing(unit=2, least_pixels=4, most_pixels=400),
+        has_grid_positions=True,
+    )
+    tokens, spans = expand_images([1, 9, 2], [Image.of(6, 4, bytes(72))], layout)
+    assert (spans[0].grid, spans[0].start, len(tokens)) == ((2, 3), 1, 8)
+    assert rotary_offset(spans) == 3 - 6
+    with pytest.raises(RequestError, match="200 times as long"):
+        expand_images([9], [Image.of(201, 1, bytes(603))], layout)

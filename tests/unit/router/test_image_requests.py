@@ -32,8 +32,7 @@ PLAN = replace(MODEL.plan, prefix_bytes=1 << 24)
 
 def asks(name: str = "r", image: int = 1, pixels: int = 1000) -> Request:
     span = ImageSpan(
-        start=5,
-        tokens=20,
+        runs=((5, 20),),
         digest=bytes([image]) * 32,
         width=pixels,
         height=1,

@@ -63,7 +63,7 @@ def pixels_for(wanted: WantImages, images: Iterable[Image]) -> list[ImageData]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureHandle:
-    """Features of a request's images in pages of the pool: float32 [tokens, channels].
+    """Features of a request's images in pages of the pool: float32 [features, channels].
 
     The rows of an image follow each other byte by byte, and each image begins with a page.
     """

@@ -11,7 +11,7 @@ import msgpack
 from triptych.core.errors import MessageError
 from triptych.core.schema import PackedField, SchemaError, build
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 """Changes whenever a message gets another name or shape: 2 renamed the messages of preemption,
 checkpoints and borrowed cache memory; 3 added the epoch of a registration; 4 the children of a
 ``Submit``; 5 page limits, evictions, and the prompt's length of a ``Prefix``; 6 small pages; 7

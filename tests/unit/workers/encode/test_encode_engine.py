@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.core.images import Image, ImageLayout, ImageSpan
+from triptych.core.image_layout import ImageLayout
+from triptych.core.images import Image, ImageSpan
 from triptych.core.messages import (
     ROUTER,
     EncodeImages,
@@ -23,7 +24,7 @@ from triptych.workers.encode.encode_engine import PIXELS_WAIT_S, EncodeEngine
 from triptych.workers.encode.feature_cache import FeatureCache
 from triptych.workers.kv.feature_pages import read_features
 
-LAYOUT = ImageLayout(placeholder=9, tokens=3, feature_bytes=48)
+LAYOUT = ImageLayout(placeholder=9, feature_bytes=16, patterns={"0x0": (9, 9, 9)})
 BATCH_PIXELS = 10
 
 
@@ -35,12 +36,12 @@ class SumTower:
     def __init__(self) -> None:
         self.batches = list[int]()
 
-    def encode(self, images: Sequence[Image]) -> Tensor:
+    def encode(self, images: Sequence[Image]) -> Sequence[Tensor]:
         self.batches.append(len(images))
         if len({one.width for one in images}) > 1 or images[0].width == 7:
             raise RuntimeError("these cannot be encoded")
         sums = torch.tensor([float(sum(one.rgb)) for one in images])
-        return sums[:, None, None].expand(-1, 3, 4)
+        return list(sums[:, None, None].expand(-1, 3, 4))
 
 
 def image(seed: int, width: int = 2) -> Image:
@@ -66,8 +67,7 @@ class Bench:
         self.images |= {one.digest: one for one in images} if answers else {}
         spans = tuple(
             ImageSpan(
-                start=3 * at,
-                tokens=3,
+                runs=((3 * at, 3),),
                 digest=one.digest,
                 width=one.width,
                 height=one.height,

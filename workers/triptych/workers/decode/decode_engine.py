@@ -483,6 +483,7 @@ class DecodeEngine:
         """Run the model on the newest token of each request; logits [requests, vocab]."""
         tokens = np.array([one.output.tokens[-1] for one in batch], np.int64)
         positions = np.array([one.position for one in batch], np.int32)
+        rotary = positions + np.array([one.rotary_offset for one in batch], np.int32)
         slots = np.array([one.slot for one in batch], np.int32)
         new = NewTokens.count(
             [one.tables for one in batch], slots, positions, self._checkpoint.scored
@@ -491,7 +492,7 @@ class DecodeEngine:
         choice = self._selector.step(slots, positions, new.scored) if self._selector else None
         exits = exits_of(batch, self.device)
         if self._graphs is not None and new.begun is None and choice is None and exits is None:
-            logits = self._graphs.forward(self.runner, tokens, new)
+            logits = self._graphs.forward(self.runner, tokens, rotary, new)
             if logits is not None:
                 return logits
         attend = PageAttention(
@@ -503,4 +504,4 @@ class DecodeEngine:
             self._prefetcher,
         )
         every, put = self._row_indices[: len(batch)], self.device.put
-        return self.runner.forward(put(tokens), put(positions), attend, put(every), exits)
+        return self.runner.forward(put(tokens), put(rotary), attend, put(every), exits)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from triptych.core.config import SelectionConfig
 from triptych.core.handles import LeaseRef
+from triptych.core.images import rotary_offset
 from triptych.core.messages import ROUTER, PageLimit, PagesWanted, Send
 from triptych.workers.decode.output_cache import FinishedOutput
 from triptych.workers.decode.plugins.pipeline import Chosen
@@ -64,6 +65,10 @@ class RunningRequest:
     """Prefill time per prompt token in seconds."""
     preempt_after_step: bool = False
     """Whether the request is preempted after its next step."""
+
+    def __post_init__(self) -> None:
+        self.rotary_offset = rotary_offset(self.output.request.images)
+        """Rotary position of its new tokens, less their position."""
 
     @property
     def id(self) -> str:

@@ -34,9 +34,10 @@ from triptych.workers.models.runner import Runner
 
 logger = logging.getLogger(__name__)
 
-TOKENS, POSITIONS, SLOTS, PLACES, SCORED, STORES = range(6)
-"""Rows of the input buffer of a graph; ``SCORED``: slots of the requests that are scored; from
-``STORES`` on: for each table of new tokens, slots of the requests that store them there."""
+TOKENS, ROTARY, POSITIONS, SLOTS, PLACES, SCORED, STORES = range(7)
+"""Rows of the input buffer of a graph; ``ROTARY``: positions of the rotation; ``SCORED``: slots of
+the requests that are scored; from ``STORES`` on: for each table of new tokens, slots of the
+requests that store them there."""
 NO_SLOT = -1
 """Slot and place of rows that fill up a batch, and in ``SCORED`` of those that are not scored."""
 USUAL_REQUESTS = 64
@@ -122,12 +123,14 @@ class StepGraphs:
             time.perf_counter() - begun,
         )
 
-    def forward(self, runner: Runner, tokens: NDArray[np.int64], new: NewTokens) -> Tensor | None:
+    def forward(
+        self, runner: Runner, tokens: NDArray[np.int64], rotary: NDArray[np.int32], new: NewTokens
+    ) -> Tensor | None:
         """Run a step that was not cut short; None: it must be run without a graph.
 
         The logits are valid until the next step.
 
-        Shapes:  tokens (B,) -> (B, vocab) float32
+        Shapes:  tokens, rotary (B,) -> (B, vocab) float32
         """
         if not runner.can_capture:
             return None
@@ -135,7 +138,7 @@ class StepGraphs:
         graph = self._graph(runner, size, is_scored=len(new.scored) > 0)
         if graph is None:
             return None
-        self._device.put_into(graph.inputs, filled_up(self._num_rows, size, tokens, new))
+        self._device.put_into(graph.inputs, filled_up(self._num_rows, size, tokens, rotary, new))
         graph.captured.replay()
         return graph.captured.output[: len(tokens)]
 
@@ -151,7 +154,7 @@ class StepGraphs:
     def _capture(self, runner: Runner, size: int, *, is_scored: bool) -> _StepGraph | None:
         """Capture the step of a batch size; None, with a warning, if that fails."""
         rows = np.full((self._num_rows, size), NO_SLOT, np.int32)
-        rows[[TOKENS, POSITIONS]] = 0
+        rows[[TOKENS, ROTARY, POSITIONS]] = 0
         inputs = self._device.put(rows)
         placed = Placed(inputs[SLOTS], inputs[POSITIONS], inputs[PLACES])
         scores = self._scores if is_scored else None
@@ -162,7 +165,7 @@ class StepGraphs:
 
         def step() -> Tensor:
             every = self._every[:size]
-            return runner.forward(inputs[TOKENS], inputs[POSITIONS], attend, every)
+            return runner.forward(inputs[TOKENS], inputs[ROTARY], attend, every)
 
         step()  # compiles kernels; no row has a slot, so it changes nothing
         try:
@@ -179,14 +182,19 @@ class StepGraphs:
 
 
 def filled_up(
-    num_rows: int, size: int, tokens: NDArray[np.int64], new: NewTokens
+    num_rows: int,
+    size: int,
+    tokens: NDArray[np.int64],
+    rotary: NDArray[np.int32],
+    new: NewTokens,
 ) -> NDArray[np.int32]:
     """The inputs of a graph, int32 [num_rows, size]; columns after the batch have no slot."""
     count = len(tokens)
     rows = np.full((num_rows, size), NO_SLOT, np.int32)
-    rows[TOKENS, :count], rows[POSITIONS, :count] = tokens, new.positions
+    rows[TOKENS, :count], rows[ROTARY, :count] = tokens, rotary
+    rows[POSITIONS, :count] = new.positions
     rows[SLOTS, :count], rows[PLACES, :count] = new.slots, new.places
-    rows[TOKENS, count:] = rows[POSITIONS, count:] = 0
+    rows[[TOKENS, ROTARY, POSITIONS], count:] = 0
     rows[SCORED, new.scored] = new.slots[new.scored]
     for section, requests in new.stores:
         at = np.arange(count) if requests is None else requests

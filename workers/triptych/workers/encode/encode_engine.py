@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from triptych.core.errors import MessageError, RequestError, StageLost, TriptychError
-from triptych.core.images import Image, ImageLayout
+from triptych.core.image_layout import ImageLayout
+from triptych.core.images import Image, ImageSpan
 from triptych.core.messages import (
     ROUTER,
     EncodeImages,
@@ -50,7 +51,7 @@ class Tower(Protocol):
     def layout(self) -> ImageLayout: ...
     @property
     def channels(self) -> int: ...
-    def encode(self, images: Sequence[Image]) -> Tensor: ...
+    def encode(self, images: Sequence[Image]) -> Sequence[Tensor]: ...
 
 
 @dataclass
@@ -68,10 +69,14 @@ class _Work:
         return (self.message.cache_salt, digest)
 
     @property
+    def rows(self) -> dict[bytes, int]:
+        """Features of each image, by digest."""
+        return {image.digest: image.features for image in self.message.images}
+
+    @property
     def missing(self) -> list[bytes]:
         """Digests of images without features, each once."""
-        every = dict.fromkeys(image.digest for image in self.message.images)
-        return [digest for digest in every if digest not in self.pages]
+        return [digest for digest in self.rows if digest not in self.pages]
 
 
 @dataclass
@@ -160,17 +165,17 @@ class EncodeEngine:
         work = _Work(message, self.clock() + PIXELS_WAIT_S)
         if message.request in self._work or message.request in self._handed:
             return []
-        layout, channels = self.tower.layout, self.tower.channels
-        if any(image.tokens != layout.tokens for image in message.images):
-            error = MessageError(f"an image of this model has {layout.tokens} tokens")
+        try:
+            self._check(message.images)
+        except TriptychError as error:
             return [refuse(message.request, error)]
         self._work[message.request] = work
-        count = pages_of_image(layout.tokens, channels, self.pool.page_bytes)
         for digest in work.missing:
             cached = self.cache.find(work.key(digest))
             if cached is None:
                 self._unasked.append((message.request, digest))
                 continue
+            count = pages_of_image(work.rows[digest], self.tower.channels, self.pool.page_bytes)
             try:
                 work.pages[digest] = self.pool.allocate(count)
             except TriptychError as error:
@@ -179,6 +184,14 @@ class EncodeEngine:
             copy_features(self.pool, cached, work.pages[digest])
             work.cached += 1
         return self._hand_off(work) if not work.missing else self._ask()
+
+    def _check(self, images: Iterable[ImageSpan]) -> None:
+        """Raises: RequestError or MessageError for an image that has other features here"""
+        for image in images:
+            expected = self.tower.layout.features(image.width, image.height)
+            if image.features != expected:
+                size = f"{image.width} x {image.height} pixels"
+                raise MessageError(f"an image of {size} has {expected} features here")
 
     def _ask(self) -> list[Send]:
         """Ask for pixels, as many as may wait here."""
@@ -305,9 +318,8 @@ class EncodeEngine:
     def _hand_off(self, work: _Work) -> list[Send]:
         """Put the features of all images of a request under a lease for prefill."""
         message = work.message
-        request, rows = message.request, self.tower.layout.tokens
-        order = list(dict.fromkeys(image.digest for image in message.images))
-        pages = [work.pages[digest] for digest in order]
+        request, rows = message.request, work.rows
+        pages = [work.pages[digest] for digest in rows]
         (lease_ref,) = self.pool.handoff(
             [(label_of(request), np.concatenate(pages))], about=[About(message.tenant)]
         )
@@ -315,7 +327,7 @@ class EncodeEngine:
         self._handed.add(request)
         done = ImagesEncoded(
             request=request,
-            handle=feature_handle(lease_ref, pages, [rows] * len(pages), self.tower.channels),
+            handle=feature_handle(lease_ref, pages, list(rows.values()), self.tower.channels),
             cached=work.cached,
         )
         return [Send(message.reader, done), Send(ROUTER, done)]

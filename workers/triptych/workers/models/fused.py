@@ -103,6 +103,10 @@ class FusedModel:
         frequencies = torch.tensor(plain.frequencies, dtype=torch.float32)
         self._frequencies = frequencies.to(self._embedding.device)
         self._rotary_scale = plain.rotary_scale
+        sections = torch.tensor(plain.rotary_sections, dtype=torch.int64)
+        axes = torch.arange(len(sections)).remainder(3).repeat_interleave(sections)
+        self._rotary_axes = axes.to(self._embedding.device)
+        """Which of a token's three positions rotates each pair of channels."""
         epsilon = plain.norm_epsilon
         self._norm = _norm(weights["model.norm.weight"], epsilon, torch.float32)
         head = self._embedding if plain.is_tied else weights[HEAD]
@@ -138,7 +142,7 @@ class FusedModel:
         exits: Exits | None = None,
         given: FeatureRows | None = None,
     ) -> Tensor:
-        """Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab) float32"""
+        """Shapes:  tokens (T,); positions (T,) or (3, T); logits_at (N,) -> (N, vocab) float32"""
         tracker = ExitTracker(exits, self.logits) if exits is not None else None
         every = range(len(self._blocks))
         hidden = self.through(every, self.embed(tokens, given), positions, attend, tracker)
@@ -162,7 +166,7 @@ class FusedModel:
     ) -> Tensor:
         """Run tokens through some layers.
 
-        Shapes:  hidden (T, E) float32; positions (T,) -> (T, E) float32
+        Shapes:  hidden (T, E) float32; positions (T,) or (3, T) -> (T, E) float32
         """
         cos, sin = self._rotation(positions)
         if tracker is not None:
@@ -206,8 +210,14 @@ class FusedModel:
         return self._head(self._norm(hidden))
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each pair of channels: both (T, D/2) float32."""
-        angles = positions.float()[:, None] * self._frequencies
+        """Cosine and sine of each pair of channels: both (T, D/2) float32.
+
+        ``positions``: (T,), or (3, T) if those of some tokens count time, row and column.
+        """
+        if positions.dim() == 1:
+            angles = positions.float()[:, None] * self._frequencies
+        else:
+            angles = positions.float().T[:, self._rotary_axes] * self._frequencies
         return angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
 
     def _attention(

@@ -100,7 +100,7 @@ class HFModel:
         try:
             out = self.model(
                 **inputs,
-                position_ids=positions.unsqueeze(0),
+                position_ids=positions.unsqueeze(-2),
                 use_cache=False,
                 logits_to_keep=logits_at,
             )

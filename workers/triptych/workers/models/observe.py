@@ -110,6 +110,7 @@ def _plain(seen: _Observed) -> PlainTraits | None:
         norm_epsilon=float(config.rms_norm_eps),
         frequencies=frequencies,
         rotary_scale=float(made.attention_scaling),
+        rotary_sections=tuple(getattr(config, "rotary_sections", ())),
         is_tied=bool(config.tie_word_embeddings),
         tensors=shapes_of(seen.model),
     )

@@ -101,7 +101,11 @@ class ModelRunner:
         ``exits``: which of them may skip the last layers; only if ``can_exit``.
         ``given``: tokens with an input of their own, such as those of images.
 
-        Shapes:  tokens, positions (T,); logits_at (N,), indices into the T -> (N, vocab)
+        ``positions``: those of the rotation. Three for each token where those of images count time,
+        row and column.
+
+        Shapes:  tokens (T,); positions (T,) or (3, T); logits_at (N,), indices into the T
+            -> (N, vocab)
         Dtypes:  int64 in; float32 out
         """
         if self._coordinates is not None:

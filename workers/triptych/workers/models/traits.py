@@ -19,6 +19,9 @@ class PlainTraits:
     """RoPE frequency of each pair of channels, in radians per position."""
     rotary_scale: float
     """Factor on cosine and sine."""
+    rotary_sections: tuple[int, ...] = ()
+    """Pairs of channels that are rotated by the first, second and third of a token's positions, in
+    turn; empty: a token has one."""
     is_tied: bool
     """Whether the embedding is also the head."""
     tensors: Mapping[str, tuple[int, ...]]

@@ -48,11 +48,11 @@ class ImageFeatures:
             self._unread.pop(request, None)
 
     def read(self, requests: Sequence[Request]) -> Tensor | None:
-        """Features of the images of a prompt, one row for each of their tokens; None: no images.
+        """Features of the images of a prompt, in order; None: no images.
 
         The pages are free afterwards.
 
-        Shapes:  -> (tokens of all images, channels) float32
+        Shapes:  -> (features of all images, channels) float32
         Raises:  StaleHandle, MessageError, PoolUnavailable, NotRegistered
         """
         images = requests[0].images
@@ -64,7 +64,8 @@ class ImageFeatures:
         rows = cast("tuple[Tensor, ...]", read.split(list(handle.images)))
         digests = list(dict.fromkeys(image.digest for image in images))
         by_digest = dict(zip(digests, rows, strict=False))
-        if [len(by_digest.get(one.digest, ())) for one in images] != [one.tokens for one in images]:
+        given = [len(by_digest.get(one.digest, ())) for one in images]
+        if given != [one.features for one in images]:
             raise MessageError(f"{request}: features of other images")
         return torch.cat([by_digest[image.digest] for image in images])
 

@@ -48,6 +48,7 @@ from triptych.workers.prefill.prompt_batch import (
     PendingRequest,
     PrefillChunk,
     Prompt,
+    rotary_of,
 )
 from triptych.workers.prefill.prompt_logprobs import PromptLogprobRows
 from triptych.workers.sampling.output import OutputFactory, OutputProcessor
@@ -346,16 +347,15 @@ class PrefillEngine:
         put = self.device.put
         read, logits_at = np.array(tokens, np.int64), np.array(wanted, np.int64)
         given, layerwise = rows_of(chunks, self.device), chunks[0].prompt.layerwise
+        rotary = put(rotary_of(chunks))
         if layerwise is None:
-            logits = self.runner.forward(
-                put(read), put(positions), attend, put(logits_at), given=given
-            )
+            logits = self.runner.forward(put(read), rotary, attend, put(logits_at), given=given)
         else:
             hidden = layerwise.hidden
             if hidden is None:
                 hidden = self.runner.embed(put(read), given)
             layers = chunks[0].layers
-            layerwise.hidden = self.runner.through(layers, hidden, put(positions), attend)
+            layerwise.hidden = self.runner.through(layers, hidden, rotary, attend)
             layerwise.next_layer = layers.stop
             last = layerwise.hidden[put(logits_at)]
             logits = self.runner.logits(last) if len(last) else last

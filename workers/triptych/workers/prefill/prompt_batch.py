@@ -1,5 +1,6 @@
 """Prompts in prefill, and the chunks of them that one step processes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 from triptych.core.messages import Request
 from triptych.core.pages import PagePlan
 from triptych.workers.prefill.prompt_logprobs import SCORED_TOKENS, PromptLogprobRows
+from triptych.workers.prefill.rotary_positions import AXES, rotary_positions
 
 UNENCODED = 1
 """Parts of a prompt that may wait for the compressor while the next part is prefilled."""
@@ -66,9 +68,12 @@ class Prompt:
     """Inputs of the tokens of its images, [``image_positions``, E]; None: it has none."""
 
     def __post_init__(self) -> None:
-        spans = [np.arange(image.start, image.stop) for image in self.request.images]
-        self.image_positions = np.concatenate([np.empty(0, np.int64), *spans])
-        """Positions of the tokens of its images, in order."""
+        runs = [run for image in self.request.images for run in image.runs]
+        places = [np.arange(first, first + count) for first, count in runs]
+        self.image_positions = np.concatenate([np.empty(0, np.int64), *places])
+        """Positions of the features of its images, in order."""
+        self.rotary = rotary_positions(self.request.images, self.request.known_tokens)
+        """Rotary positions of its tokens, [3, tokens]; None: their positions."""
 
     @property
     def requests(self) -> list[Request]:
@@ -179,3 +184,20 @@ class ChunkBudget:
             self.scored -= count
         self.tokens -= count
         return PrefillChunk(prompt, prompt.read, count, layers) if count else None
+
+
+def rotary_of(chunks: Sequence[PrefillChunk]) -> NDArray[np.int64]:
+    """Rotary positions of the tokens of a step.
+
+    Shapes:  -> (tokens,), or (AXES, tokens) if those of an image differ
+    """
+    if all(chunk.prompt.rotary is None for chunk in chunks):
+        return np.concatenate([chunk.positions for chunk in chunks])
+    return np.concatenate([_of_chunk(chunk) for chunk in chunks], axis=1)
+
+
+def _of_chunk(chunk: PrefillChunk) -> NDArray[np.int64]:
+    rotary = chunk.prompt.rotary
+    if rotary is None:
+        return np.tile(chunk.positions, (AXES, 1))
+    return rotary[:, chunk.start : chunk.end]

@@ -17,6 +17,10 @@ SAME_LAYERS = {
 }
 """Text parts that compute what another architecture does. Their rotary embeddings have a position
 for each axis of an image; in text all three are equal."""
+IN_SECTIONS = ("qwen2_vl_text", "qwen2_5_vl_text")
+"""Those of them in which consecutive pairs of channels belong to an axis (M-RoPE)."""
+SECTIONS = (16, 24, 24)
+"""Pairs of channels of time, row and column, where a config does not say."""
 
 LOOKS_AHEAD = ("paligemma", "colpali")
 """Models in which the prompt attends in both directions."""
@@ -51,7 +55,10 @@ def _as_known(text: PreTrainedConfig) -> PreTrainedConfig:
     settings["rope_parameters"] = {
         key: value for key, value in rope.items() if not key.startswith("mrope")
     }
-    return AutoConfig.for_model(known, **settings)
+    made = AutoConfig.for_model(known, **settings)
+    if text.model_type in IN_SECTIONS:
+        made.rotary_sections = tuple(rope.get("mrope_section", SECTIONS))
+    return made
 
 
 def renamings(stored: Collection[str]) -> Mapping[str, str]:

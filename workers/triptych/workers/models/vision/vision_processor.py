@@ -10,22 +10,23 @@ from typing import Any, cast
 
 from PIL import Image as Pillow
 from torch import Tensor
-from transformers import AutoProcessor
+from transformers import AutoImageProcessor, AutoProcessor, Idefics3Processor
 
 from triptych.core.errors import ModelError
-from triptych.core.images import Image, ImageLayout
-from triptych.workers.models.pretrained import read_config, readable
+from triptych.core.image_layout import WHOLE, Grid, ImageLayout, Resizing, Tiling
+from triptych.core.images import Image
+from triptych.workers.models.pretrained import read_config, read_tokenizer, readable
 from triptych.workers.models.vision.vision_traits import VisionTraits
 
-FAMILIES = ("llava", "idefics3")
-"""Model types whose images are read. Each image stands for a fixed number of tokens there (of
-Idefics3 if its processor does not split images), and all tokens attend to those before them alone.
-"""
+QWEN = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("llava", "idefics3", "smolvlm", *QWEN)
+"""Model types whose images are read. All tokens of theirs attend to those before them alone."""
 GRID = ("rows", "cols")
 """What a processor tells about split images; towers do not read it."""
-PROBES = ((48, 64), (200, 90))
-"""Sizes of images that are processed to see what stands for them."""
+PROBES = ((48, 64), (200, 90), (100, 100), (640, 480), (333, 1000), (20, 700), (1000, 37))
+"""Widths and heights of images that are processed to see what stands for them."""
 FEATURE_ITEM_BYTES = 4
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ class VisionProcessor:
     def read(cls, path: Path) -> "VisionProcessor":
         """Raises: ModelError"""
         with readable(path, "no usable processor of images"):
-            options = {"local_files_only": True, "trust_remote_code": False}
-            processor = AutoProcessor.from_pretrained(path, **options)
+            processor = _processor(path)
         if getattr(processor, "image_processor", None) is None:
             raise ModelError(f"{path}: no preprocessor_config.json or processor_config.json")
         return cls(processor)
@@ -63,6 +63,58 @@ class VisionProcessor:
         )
         return list(made["input_ids"][0])
 
+    @property
+    def rule(self) -> Tiling | Resizing | None:
+        """What the size of an image decides; None: nothing."""
+        made = self.processor.image_processor
+        if isinstance(self.processor, _QwenImages):
+            return Resizing(
+                unit=int(made.patch_size * made.merge_size),
+                least_pixels=int(made.size["shortest_edge"]),
+                most_pixels=int(made.size["longest_edge"]),
+            )
+        if not getattr(made, "do_image_splitting", False):
+            return None
+        longest, tile = made.size["longest_edge"], made.max_image_size["longest_edge"]
+        return Tiling(longest_edge=int(longest), tile=int(tile))
+
+    def tokens_of_grid(self, rows: int, columns: int) -> list[int]:
+        """The tokens that stand for an image of so many tiles."""
+        text = self.processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
+        return list(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@dataclass(frozen=True)
+class _QwenImages:
+    """The part of Qwen2-VL's processor that is about images."""
+
+    image_processor: Any
+    image_token_id: int
+
+    image_token = ""
+
+    def __call__(self, *, images: Sequence[Pillow.Image], **_: object) -> Mapping[str, Any]:
+        """As transformers' processor does with a prompt of one image."""
+        made = self.image_processor(images=list(images), return_tensors="pt")
+        count = int(made["image_grid_thw"].prod()) // self.image_processor.merge_size**2
+        return {"input_ids": [[self.image_token_id] * count]}
+
+
+def _processor(path: Path) -> Any:
+    """A model's processor; for some families without videos, which need more packages."""
+    config = read_config(path)
+    if config.model_type in QWEN:
+        images = AutoImageProcessor.from_pretrained(path, **LOCAL)
+        return _QwenImages(images, int(config.image_token_id))
+    if config.model_type == "smolvlm":
+        settings, _ = Idefics3Processor.get_processor_dict(path, **LOCAL)
+        return Idefics3Processor(
+            AutoImageProcessor.from_pretrained(path, **LOCAL),
+            read_tokenizer(path),
+            image_seq_len=int(settings["image_seq_len"]),
+        )
+    return AutoProcessor.from_pretrained(path, **LOCAL)
+
 
 def observe_vision(path: Path) -> VisionTraits:
     """Process some images, and look at the tokens that stand for them.
@@ -74,26 +126,36 @@ def observe_vision(path: Path) -> VisionTraits:
     if "vision_config" not in config:
         return VisionTraits(reason="this model reads text only")
     if kind not in FAMILIES:
-        read = " and ".join(FAMILIES)
+        read = ", ".join(FAMILIES)
         return VisionTraits(reason=f"images of {kind} models are not read yet: only of {read}")
+    channels = int(config.get_text_config(decoder=True).hidden_size)
     try:
         processor = VisionProcessor.read(path)
         with readable(path, "its processor fails"):
-            seen = [processor.tokens_of(*size) for size in PROBES]
+            layout = _layout(processor, int(config.image_token_id), channels)
+            is_right = all(
+                layout.pattern(*size) == tuple(processor.tokens_of(*size)) for size in PROBES
+            )
     except ModelError as error:
         return VisionTraits(reason=f"this model's images cannot be processed: {error}")
-    placeholder, tokens = int(config.image_token_id), seen[0]
-    count = tokens.count(placeholder)
-    start = tokens.index(placeholder) if count else 0
-    is_run = tokens[start : start + count] == [placeholder] * count
-    if not count or not is_run or any(other != tokens for other in seen):
-        return VisionTraits(reason="images of this model take tokens by their size")
-    channels = int(config.get_text_config(decoder=True).hidden_size)
-    layout = ImageLayout(
-        placeholder=placeholder,
-        before=tuple(tokens[:start]),
-        tokens=count,
-        after=tuple(tokens[start + count :]),
-        feature_bytes=count * channels * FEATURE_ITEM_BYTES,
-    )
+    if not is_right or not all(layout.placeholder in one for one in layout.patterns.values()):
+        return VisionTraits(reason="images of this model take tokens by another rule than is known")
     return VisionTraits(layout=layout, channels=channels)
+
+
+def _layout(processor: VisionProcessor, placeholder: int, channels: int) -> ImageLayout:
+    rule = processor.rule
+    match rule:
+        case Tiling():
+            patterns = {grid: processor.tokens_of_grid(*grid) for grid in rule.grids}
+        case Resizing():
+            patterns = dict[Grid, list[int]]()
+        case None:
+            patterns = {WHOLE: processor.tokens_of(*PROBES[0])}
+    return ImageLayout(
+        placeholder=placeholder,
+        feature_bytes=channels * FEATURE_ITEM_BYTES,
+        patterns={f"{rows}x{columns}": tuple(one) for (rows, columns), one in patterns.items()},
+        rule=rule,
+        has_grid_positions=isinstance(rule, Resizing),
+    )

@@ -14,7 +14,8 @@ from transformers import AutoModelForImageTextToText
 
 from triptych.core.config import DType
 from triptych.core.errors import ModelError
-from triptych.core.images import Image, ImageLayout
+from triptych.core.image_layout import ImageLayout
+from triptych.core.images import Image
 from triptych.workers.models.pretrained import no_progress_bar, read_config, readable
 from triptych.workers.models.vision.vision_processor import VisionProcessor
 from triptych.workers.models.vision.vision_traits import describe_vision
@@ -50,11 +51,11 @@ class VisionTower:
             device,
         )
 
-    def encode(self, images: Sequence[Image]) -> Tensor:
+    def encode(self, images: Sequence[Image]) -> Sequence[Tensor]:
         """Features of some images, computed together.
 
-        Shapes:  -> (images, tokens of an image, channels) float32, on the host
-        Raises:  ModelError if they are of another shape
+        Shapes:  -> (features of the image, channels) float32, on the host, of each image
+        Raises:  ModelError if they are more or fewer
         """
         with torch.inference_mode():
             given = self.processor.pixel_values(images)
@@ -65,10 +66,12 @@ class VisionTower:
             }
             found = self.model.get_image_features(**inputs).pooler_output
             rows = found if isinstance(found, Tensor) else torch.cat(list(found))
-            shape = (len(images), self.layout.tokens, self.channels)
-            if rows.numel() != shape[0] * shape[1] * shape[2]:
-                raise ModelError(f"features of shape {tuple(rows.shape)}: expected {shape}")
-            return rows.reshape(shape).float().cpu()
+            counts = [self.layout.features(one.width, one.height) for one in images]
+            if rows.numel() != sum(counts) * self.channels:
+                expected = (sum(counts), self.channels)
+                raise ModelError(f"features of shape {tuple(rows.shape)}: expected {expected}")
+            flat = rows.reshape(-1, self.channels).float().cpu()
+            return cast("Sequence[Tensor]", flat.split(counts))
 
 
 def _text_part_of(model: nn.Module) -> str:

@@ -1,0 +1,59 @@
+"""Grids of images against transformers' processors, and models whose rule is another one."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from PIL import Image as Pillow
+from transformers import Idefics3ImageProcessorPil, SmolVLMImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from tests.tiny_vision import save_tiny_idefics3_with_tiles
+from triptych.core.errors import RequestError
+from triptych.core.image_layout import Resizing, Tiling
+from triptych.workers.models.vision.vision_processor import observe_vision
+
+LONGEST, TILE = 40, 10
+
+
+@pytest.mark.parametrize("kind", [Idefics3ImageProcessorPil, SmolVLMImageProcessorPil])
+def test_tiles_are_those_of_transformers(kind: type[Idefics3ImageProcessorPil]) -> None:
+    luck, ours = Random(3), Tiling(longest_edge=LONGEST, tile=TILE)
+    made = kind(size={"longest_edge": LONGEST}, max_image_size={"longest_edge": TILE})
+    seen = set[tuple[int, int]]()
+    for _ in range(150):
+        width, height = (int(10 ** luck.uniform(0.5, 2.5)) for _ in range(2))
+        image = Pillow.new("RGB", (width, height))
+        found = made(images=[image], return_row_col_info=True)
+        theirs = int(found["rows"][0][0]), int(found["cols"][0][0])
+        assert ours.grid(width, height) == theirs, (width, height)
+        seen.add(theirs)
+    assert seen == set(ours.grids)
+
+
+def test_resized_images_have_the_features_of_transformers() -> None:
+    luck, unit = Random(4), 28
+    ours = Resizing(unit=unit, least_pixels=56 * 56, most_pixels=28 * 28 * 1280)
+    for _ in range(3000):
+        width, height = (int(10 ** luck.uniform(0.5, 3.7)) for _ in range(2))
+        if max(width, height) > 200 * min(width, height):
+            with pytest.raises(RequestError, match=f"{width} x {height} pixels"):
+                ours.grid(width, height)
+            continue
+        tall, wide = smart_resize(height, width, unit, ours.least_pixels, ours.most_pixels)
+        assert ours.grid(width, height) == (tall // unit, wide // unit), (width, height)
+
+
+def test_a_model_with_another_rule_reads_no_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny_idefics3_with_tiles(tmp_path)
+    assert observe_vision(model).layout is not None
+
+    def other_grid(tiling: Tiling, width: int, height: int) -> tuple[int, int]:
+        return tiling.grids[0]
+
+    monkeypatch.setattr(Tiling, "grid", other_grid)
+    found = observe_vision(model)
+    assert found.layout is None
+    assert "another rule" in found.reason

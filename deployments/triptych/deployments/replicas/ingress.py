@@ -15,7 +15,7 @@ from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.grpc import GrpcServer
 from triptych.deployments.http import ModelCard, OpenAIServing, create_app
 from triptych.deployments.http.metrics import CacheBlocks, IngressMetrics
-from triptych.deployments.replicas.memory_tuning import freeze_heap
+from triptych.deployments.replicas.memory_tuning import tune_memory
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
 from triptych.deployments.transport.node_context import NodeContext
@@ -77,7 +77,7 @@ class IngressReplica:
         self._rpc = GrpcServer(self._serving)
         await self._engine.start()
         await self._rpc.start()
-        freeze_heap()
+        tune_memory()
         warm_up = self._serving.request_builder.warm_up
         self._warming = asyncio.create_task(asyncio.to_thread(warm_up))
 

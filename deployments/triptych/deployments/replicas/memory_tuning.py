@@ -1,22 +1,21 @@
-"""Garbage collector and allocator of a process that is about to serve."""
+"""Garbage collector and allocator of a process that serves."""
 
 import ctypes
 import gc
+import threading
+import time
+from collections.abc import Callable
 
-M_ARENA_MAX = -8
-"""Number of the option in glibc's ``malloc.h``."""
-MOST_ARENAS = 2
+TRIM_EVERY_S = 60.0
 
 
-def limit_arenas() -> bool:
-    """Let all threads share two heaps of malloc; False where the C library has no such option.
-
-    glibc makes eight heaps per core, and each keeps what its threads once had. A worker under mixed
-    load grew by 1.5 to 1.9 MB a minute so, and by less than 0.5 with two. ``MALLOC_ARENA_MAX``
-    would do the same if it were set before Ray starts.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(M_ARENA_MAX, MOST_ARENAS))
+def tune_memory(trim_every_s: float = TRIM_EVERY_S) -> None:
+    """Call this when a process is about to serve, with all that it keeps loaded."""
+    freeze_heap()
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc
+        arguments = (trim, trim_every_s)
+        threading.Thread(target=_trim_again_and_again, args=arguments, daemon=True).start()
 
 
 def freeze_heap() -> None:
@@ -27,3 +26,14 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def _trim_again_and_again(trim: Callable[[int], int], every_s: float) -> None:
+    """Give free memory back to the system: pages of any heap in which nothing is allocated.
+
+    glibc makes eight heaps per core and gives back only what is free at their ends. After 60
+    prompts of 512 KiB, 45 of an ingress's 185 MB were free and kept. A call takes 10 ms for 200 MB.
+    """
+    while True:
+        time.sleep(every_s)
+        trim(0)

@@ -4,6 +4,7 @@ import time
 from contextlib import ExitStack
 
 from triptych.deployments.app_plan import AppPlan
+from triptych.deployments.replicas.memory_tuning import tune_memory
 from triptych.deployments.transport import run_dir
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.kvpool import PREFIX_WORKER, PoolServer, PrefixSettings, is_guest
@@ -36,6 +37,7 @@ class PoolReplica:
             outside=(network.host, network.access) if network else None,
         )
         self._server.start()
+        tune_memory()
         if network and self._server.outside:
             network.announce_pool(self._server.arena, self._server.outside)
 

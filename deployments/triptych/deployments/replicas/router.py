@@ -25,7 +25,7 @@ from triptych.deployments.monitoring.explain import explanations, summary
 from triptych.deployments.monitoring.pool_group import PoolGroup
 from triptych.deployments.monitoring.status import Status
 from triptych.deployments.monitoring.tracing import Tracer
-from triptych.deployments.replicas.memory_tuning import freeze_heap
+from triptych.deployments.replicas.memory_tuning import tune_memory
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.kvpool import guest_name
@@ -73,7 +73,7 @@ class RouterReplica:
             self._node.routes,
             self._on_undeliverable,
         )
-        freeze_heap()
+        tune_memory()
         await self._channel.start()
         self._ticking = asyncio.create_task(self._tick())
         url = plan.config.router.otlp_traces_endpoint

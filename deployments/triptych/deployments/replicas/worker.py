@@ -26,7 +26,7 @@ from triptych.core.messages import (
 from triptych.deployments.app_plan import AppPlan, new_name
 from triptych.deployments.monitoring.live_profiler import Json, LiveProfiler
 from triptych.deployments.placement.autoscaling import WANTED
-from triptych.deployments.replicas.memory_tuning import freeze_heap, limit_arenas
+from triptych.deployments.replicas.memory_tuning import tune_memory
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
@@ -78,7 +78,6 @@ class WorkerReplica:
     """
 
     async def __init__(self, plan: AppPlan, stages: Sequence[Stage]) -> None:
-        limit_arenas()
         self._node = await asyncio.to_thread(NodeContext.enter, plan)
         self._plan, self._stages = self._node.plan, tuple(stages)
         plan = self._plan
@@ -111,7 +110,7 @@ class WorkerReplica:
         )
         self._rejoining: asyncio.Task[None] | None = None
         self._draining, self._drained = asyncio.Event(), asyncio.Event()
-        freeze_heap()
+        tune_memory()
         self._loop.start()
         await self._channel.start()
         self._link.start()

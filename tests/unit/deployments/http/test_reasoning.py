@@ -10,7 +10,6 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerFast
 
 from tests.unit.deployments.http.conftest import (
@@ -20,8 +19,14 @@ from tests.unit.deployments.http.conftest import (
     make_tokenizer,
     serve_app,
 )
-from tests.unit.deployments.http.test_tool_parser import CALL, QUESTION, TIME, WEATHER, body
-from triptych.core import grammar
+from tests.unit.deployments.http.test_tool_parser import (
+    CALL,
+    QUESTION,
+    TIME,
+    WEATHER,
+    accepts,
+    body,
+)
 from triptych.core.errors import ConfigError
 from triptych.deployments.grammars import process_compiler
 from triptych.deployments.http.openai.chat_template import ChatTemplate
@@ -341,12 +346,6 @@ def test_other_objects_and_texts_are_text() -> None:
 
 
 # ---------------------------------------------------------------- grammars after reasoning
-
-
-def accepts(made: str, text: str) -> bool:
-    matcher = LLMatcher(grammar._bytes_tokenizer(), made, log_level=0, limits=grammar.LIMITS)
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 JSON_ANSWER = {"response_format": {"type": "json_object"}}

@@ -17,7 +17,12 @@ from triptych.deployments.http.openai.reasoning_parser import (
     Thinking,
     thinking_after,
 )
-from triptych.deployments.http.openai.tool_parser import ToolFormat, parse_call
+from triptych.deployments.http.openai.tool_parser import (
+    OPEN_ARRAY,
+    ToolFormat,
+    parse_call,
+    parse_calls,
+)
 from triptych.deployments.http.tokenizer import Tokenizer
 from triptych.workers.sampling.tool_calls import CLOSE, OPEN
 
@@ -97,6 +102,9 @@ class ChatTemplate:
         objects = re.findall(r'\{"name": "triptychprobe", "parameters": \{[^{}]*\}\}', called)
         if any(parse_call(text, names, ToolFormat.OBJECT) for text in objects):
             return ToolFormat.OBJECT
+        arrays = re.findall(re.escape(OPEN_ARRAY) + r"\s*(\[.*?\}\])", called, re.DOTALL)
+        if any(parse_calls(text, names) for text in arrays):
+            return ToolFormat.ARRAY
         return None
 
     @cached_property

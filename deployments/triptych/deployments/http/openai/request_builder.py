@@ -311,8 +311,8 @@ class RequestBuilder:
         if how.continue_final_message and how.add_generation_prompt:
             text = "continue_final_message needs add_generation_prompt: false"
             raise RequestError(text, "continue_final_message")
-        is_native = self._has_calls(messages, tools) and self._template.tool_format is not None
-        turns = turns_of(messages, tools, is_native=is_native)
+        native = self._template.tool_format if self._has_calls(messages, tools) else None
+        turns = turns_of(messages, tools, native)
         # The template only adds tokens, so this rejects nothing that fits.
         self._codec.check_length(sum(len(one.text) for one in messages), "messages")
         if how.continue_final_message and messages[-1].images:
@@ -325,7 +325,7 @@ class RequestBuilder:
             add_generation_prompt=how.add_generation_prompt,
             continue_final=how.continue_final_message,
             options=self._options(how),
-            tools=[signature_of(tool) for tool in tools] if is_native and tools else None,
+            tools=[signature_of(tool) for tool in tools] if native and tools else None,
             max_tokens=max_tokens,
         )
 

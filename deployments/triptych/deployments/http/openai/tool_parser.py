@@ -1,9 +1,9 @@
 """Tool calls: tools in the prompt, a grammar for the output, and a parser of calls.
 
-The format is that of Hermes and Qwen: tools are listed in the system message, a call is JSON
-between ``<tool_call>`` and ``</tool_call>``, a result is between ``<tool_response>`` tags. With
-models that were not trained on this format the grammar enforces the form, name and arguments of a
-call.
+A template that writes calls as Hermes, Llama 3 or Mistral do keeps its format. For other models it
+is that of Hermes and Qwen: tools are listed in the system message, a call is JSON between
+``<tool_call>`` and ``</tool_call>``, a result is between ``<tool_response>`` tags. The grammar
+enforces the form, name and arguments of a call.
 """
 
 import json
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import sha256
 from typing import Protocol
 
 from triptych.core.errors import GrammarError, RequestError
@@ -42,16 +43,26 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 ANY_ARGUMENTS: dict[str, object] = {"type": "object"}
 
+OPEN_ARRAY = "[TOOL_CALLS]"
+"""What Mistral's calls begin with. It is a special token there, so texts do not have it."""
+ID_LETTERS = 9
+
 Turn = dict[str, object]
 
 
 class ToolFormat(Enum):
-    """How calls are written in an output; the value is the key of their arguments."""
+    """How calls are written in an output."""
 
-    TAGS = "arguments"
+    TAGS = "tags"
     """JSON between tags, anywhere in the text: Hermes and Qwen."""
-    OBJECT = "parameters"
+    OBJECT = "object"
     """The whole output is one JSON object: Llama 3."""
+    ARRAY = "array"
+    """The whole output is ``[TOOL_CALLS]`` and a JSON array: Mistral."""
+
+    @property
+    def arguments_key(self) -> str:
+        return "parameters" if self is ToolFormat.OBJECT else "arguments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,14 @@ class ParsedCall:
     name: str
     arguments: str
     """JSON."""
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    id: str
+
+    @classmethod
+    def new(cls, name: str, arguments: str, form: ToolFormat) -> "ParsedCall":
+        """A call with an id of its own. Mistral's templates take nine letters and digits."""
+        number = uuid.uuid4().hex
+        is_array = form is ToolFormat.ARRAY
+        return cls(name, arguments, number[:ID_LETTERS] if is_array else f"call_{number[:24]}")
 
 
 # ---------------------------------------------------------------- request fields
@@ -108,18 +126,18 @@ def calls_come_first(body: ChatBody, constraint: OutputConstraint | None) -> boo
 
 
 def turns_of(
-    messages: Sequence[Message], tools: Sequence[Tool], *, is_native: bool = False
+    messages: Sequence[Message], tools: Sequence[Tool], native: ToolFormat | None = None
 ) -> list[Turn]:
     """Messages for the chat template.
 
-    ``is_native``: the template lists tools and writes calls and results itself. Otherwise they
-    are formatted into the text of messages.
+    ``native``: how the template writes calls, if it lists tools and writes calls and results
+    itself; None: they are formatted into the text of messages.
 
     Raises: RequestError if a result belongs to no call
     """
     _check_results(messages)
-    if is_native:
-        return [_native_turn(message) for message in messages]
+    if native is not None:
+        return [_native_turn(message, native) for message in messages]
     turns = list[Turn]()
     for index, message in enumerate(messages):
         turn: Turn = dict(message.for_template())
@@ -137,20 +155,27 @@ def turns_of(
     return _with_tools(turns, tools) if tools else turns
 
 
-def _native_turn(message: Message) -> Turn:
+def _native_turn(message: Message, form: ToolFormat) -> Turn:
     turn: Turn = dict(message.for_template())
     if message.role in RESULT_ROLES:
-        return turn | {"role": "tool", "tool_call_id": message.tool_call_id}
+        return turn | {"role": "tool", "tool_call_id": _native_id(message.tool_call_id, form)}
     ids = [call.id for call in message.tool_calls] or [""]
     calls = [
         {
             "type": "function",
-            "id": call_id,
+            "id": _native_id(call_id, form),
             "function": {"name": call.name, "arguments": json.loads(call.arguments)},
         }
         for call_id, call in zip(ids, message.calls, strict=False)
     ]
     return turn | {"tool_calls": calls} if calls else turn
+
+
+def _native_id(call_id: str | None, form: ToolFormat) -> str | None:
+    """An id as templates take it; that of another server becomes one of nine letters."""
+    if form is not ToolFormat.ARRAY or re.fullmatch(f"[a-zA-Z0-9]{{{ID_LETTERS}}}", call_id or ""):
+        return call_id
+    return sha256((call_id or "").encode()).hexdigest()[:ID_LETTERS]
 
 
 def signature_of(tool: Tool) -> dict[str, object]:
@@ -220,7 +245,7 @@ async def grammar_of(
         f"({await _body(tool, f'tools.{places[tool.function.name]}', compiler, form)})"
         for tool in tools
     ]
-    rules = _object_rules(bodies) if form is ToolFormat.OBJECT else _tag_rules(body, bodies)
+    rules = _rules(body, bodies, form)
     # Reasoning that may come is text as well.
     is_free = not calls_come_first(body, constraint)
     begin = Thinking.NO if is_free and thinking is Thinking.MAYBE else thinking
@@ -236,10 +261,21 @@ async def grammar_of(
         raise RequestError(f"tools: {error}", "tools") from error
 
 
-def _tag_rules(body: ChatBody, bodies: Sequence[str]) -> list[str]:
-    """Rules ``calls``, at the beginning, and ``free``, anywhere in a text; between tags."""
+def _rules(body: ChatBody, bodies: Sequence[str], form: ToolFormat) -> list[str]:
+    """Rules ``calls``, at the beginning of an output, and ``free``, of any output."""
     # One call ends the answer: text after it could hold another one.
     once = not body.parallel_tool_calls or isinstance(body.tool_choice, NamedTool)
+    match form:
+        case ToolFormat.TAGS:
+            return _tag_rules(bodies, once=once)
+        case ToolFormat.OBJECT:
+            return _object_rules(bodies)
+        case ToolFormat.ARRAY:
+            return _array_rules(bodies, once=once)
+
+
+def _tag_rules(bodies: Sequence[str], *, once: bool) -> list[str]:
+    """Calls between tags, anywhere in a text."""
     return [
         f'body: "\\n" ({" | ".join(bodies)}) "\\n{CLOSE}"',
         f"calls: {'call' if once else 'call (CALL_GAP call)*'}",
@@ -252,8 +288,19 @@ def _tag_rules(body: ChatBody, bodies: Sequence[str]) -> list[str]:
 
 
 def _object_rules(bodies: Sequence[str]) -> list[str]:
-    """The same rules where the whole output is one call, or a text that begins otherwise."""
+    """The whole output is one call, or a text that begins otherwise."""
     return [f"calls: {' | '.join(bodies)}", "free: calls | TEXT?", "TEXT: /[^{](.|\\n)*/"]
+
+
+def _array_rules(bodies: Sequence[str], *, once: bool) -> list[str]:
+    """The whole output is an array of calls, or a text that begins otherwise."""
+    return [
+        f'calls: "{OPEN_ARRAY}"? " "? "[" {"call" if once else "call (CALL_GAP call)*"} "]"',
+        f"call: {' | '.join(bodies)}",
+        'CALL_GAP: "," " "?',
+        "free: calls | TEXT?",
+        "TEXT: /[^\\[](.|\\n)*/",
+    ]
 
 
 async def _body(tool: Tool, param: str, compiler: GrammarCompiler, form: ToolFormat) -> str:
@@ -271,7 +318,7 @@ async def _body(tool: Tool, param: str, compiler: GrammarCompiler, form: ToolFor
 
 def _head(name: str, form: ToolFormat) -> str:
     """How a call begins, up to its arguments."""
-    return f'{{"name": {json.dumps(name)}, "{form.value}": '
+    return f'{{"name": {json.dumps(name)}, "{form.arguments_key}": '
 
 
 # ---------------------------------------------------------------- parser of the output
@@ -297,19 +344,20 @@ class CallParser(Protocol):
 
 def call_parser(names: frozenset[str], form: ToolFormat, *, calls_first: bool) -> CallParser:
     """A parser of one output."""
-    if form is ToolFormat.OBJECT:
-        return ObjectCallParser(names)
-    return ToolParser(names, calls_first=calls_first)
+    if form is ToolFormat.TAGS:
+        return ToolParser(names, calls_first=calls_first)
+    return WholeCallParser(names, form)
 
 
 @dataclass
-class ObjectCallParser:
-    """Parses an output that is one call as a whole, or text.
+class WholeCallParser:
+    """Parses an output that is calls as a whole, or text.
 
     It is a call if it begins as the grammar writes calls; nothing of a call becomes text.
     """
 
     names: frozenset[str]
+    form: ToolFormat
     calls: int = 0
     is_cut: bool = False
     _held: str = ""
@@ -320,19 +368,32 @@ class ObjectCallParser:
         """Parse the next piece."""
         self._held += text
         start = self._held.lstrip()
-        heads = [_head(name, ToolFormat.OBJECT) for name in self.names]
-        is_call = any(start.startswith(head) for head in heads)
-        may_call = is_call or any(head.startswith(start) for head in heads)
+        begins = self._begins()
+        is_call = any(start.startswith(begin) for begin in begins)
+        may_call = is_call or any(begin.startswith(start) for begin in begins)
         if self._is_text or not may_call or (finish == "stop" and not is_call):
             self._is_text = True
             held, self._held = self._held, ""
             if held:
                 yield held
         elif finish:
-            call = parse_call(start, self.names, ToolFormat.OBJECT)
-            self.calls, self.is_cut = int(call is not None), call is None and bool(start)
-            if call:
-                yield call
+            calls = self._parse(start)
+            self.calls, self.is_cut = len(calls), not calls and bool(start)
+            yield from calls
+
+    def _begins(self) -> list[str]:
+        """How outputs with a call begin."""
+        heads = [_head(name, self.form) for name in self.names]
+        if self.form is ToolFormat.OBJECT:
+            return heads
+        opens = (f"{OPEN_ARRAY}{gap}[" for gap in ("", " "))
+        return [before + head for before in ("[", *opens) for head in heads]
+
+    def _parse(self, text: str) -> list[ParsedCall]:
+        if self.form is ToolFormat.OBJECT:
+            call = parse_call(text, self.names, self.form)
+            return [call] if call else []
+        return parse_calls(text.removeprefix(OPEN_ARRAY), self.names)
 
 
 @dataclass
@@ -416,10 +477,33 @@ def parse_call(
     except (ValueError, RecursionError):
         return None
     match call:
-        case {"name": str(name), form.value: dict()} if name in names:
-            return ParsedCall(name, _arguments_text(block) or json.dumps(call[form.value]))
+        case {"name": str(name), **rest} if name in names and isinstance(
+            rest.get(form.arguments_key), dict
+        ):
+            given = json.dumps(rest[form.arguments_key])
+            return ParsedCall.new(name, _arguments_text(block) or given, form)
         case _:
             return None
+
+
+def parse_calls(block: str, names: frozenset[str]) -> list[ParsedCall]:
+    """The calls of a JSON array; none if one of them is not a call of one of these tools."""
+    decoder, calls = json.JSONDecoder(parse_int=_number), list[ParsedCall]()
+    text = block.strip()
+    at = 1 if text.startswith("[") else len(text)
+    while at < len(text):
+        begin = at + len(text[at:]) - len(text[at:].lstrip(", \n"))
+        if text[begin:] == "]":
+            return calls
+        try:
+            _, at = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            return []
+        call = parse_call(text[begin:at], names, ToolFormat.ARRAY)
+        if call is None:
+            return []
+        calls.append(call)
+    return []
 
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"[^"\\]*"\s*,\s*"(?:arguments|parameters)"\s*:\s*')

@@ -24,6 +24,11 @@ def frequencies_of(traits: ModelTraits) -> tuple[float, ...]:
             "learned compression needs the RoPE frequencies of the model, which are known for "
             "plain layers only (docs/models.md)"
         )
+    if traits.plain.rotary_sections:
+        raise ModelError(
+            "learned compression does not know rotary positions by row and column (M-RoPE); choose "
+            "another method"
+        )
     return traits.plain.frequencies
 
 

@@ -1,0 +1,116 @@
+# pyright: reportUnknownParameterType=false, reportMissingParameterType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
+"""Tool calls in the format of Mistral: an array behind a special token, and short ids."""
+
+import asyncio
+import re
+
+import openai
+import pytest
+
+from tests.unit.deployments.http.conftest import MODEL, make_engine, make_tokenizer, serve_app
+from tests.unit.deployments.http.test_tool_parser import QUESTION, TIME, WEATHER, accepts, body
+from triptych.deployments.grammars import process_compiler
+from triptych.deployments.http.openai.chat_template import ChatTemplate
+from triptych.deployments.http.openai.guided_decoding import constraint_of
+from triptych.deployments.http.openai.tool_parser import (
+    ToolFormat,
+    call_parser,
+    grammar_of,
+    tools_of,
+)
+
+MISTRAL_TEMPLATE = """{% set asked = messages[-1] %}{% for message in messages %}
+{%- if message.role == "user" %}
+{%- if tools and message == asked %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]
+{%- endif %}[INST] {{ message.content }}[/INST]
+{%- elif message.tool_calls %}[TOOL_CALLS] [
+{%- for call in message.tool_calls %}{% set out = call.function | tojson %}
+{%- if call.id | length != 9 %}{{ raise_exception("ids have nine letters") }}{% endif %}
+{{- out[:-1] }}, "id": "{{ call.id }}"}{{ "" if loop.last else ", " }}{% endfor %}]
+{%- elif message.role == "tool" %}
+{%- if message.tool_call_id | length != 9 %}{{ raise_exception("nine letters") }}{% endif -%}
+[TOOL_RESULTS] {"content": {{ message.content }}, "call_id": "{{ message.tool_call_id }}"}
+{%- else %} {{ message.content }}{% endif %}{% endfor %}"""
+ARRAY_CALL = '[{"name": "weather", "arguments": {"city": "Ulm"}}]'
+TWO_CALLS = (
+    '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Ulm"}}, '
+    '{"name": "time", "arguments": {}}]'
+)
+
+
+def test_calls_are_an_array_where_the_template_writes_so() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = MISTRAL_TEMPLATE
+    assert ChatTemplate(tokenizer).tool_format is ToolFormat.ARRAY
+    engine = make_engine(tokenizer)
+    engine.script = TWO_CALLS
+    with serve_app(tokenizer, engine) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        asked = {"model": MODEL, "tools": [WEATHER, TIME], "max_tokens": 200}
+        choice = client.chat.completions.create(messages=QUESTION, **asked).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        calls = choice.message.tool_calls
+        assert [call.function.name for call in calls] == ["weather", "time"]
+        assert all(re.fullmatch("[0-9a-z]{9}", call.id) for call in calls)
+        engine.script = "It rains."
+        foreign = {**calls[0].model_dump(), "id": "call_of_another_server"}
+        answered = [
+            *QUESTION,
+            {"role": "assistant", "tool_calls": [foreign]},
+            {"role": "tool", "tool_call_id": foreign["id"], "content": "rain"},
+        ]
+        choice = client.chat.completions.create(messages=answered, **asked).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ("It rains.", "stop")
+        prompt = tokenizer.decode(engine.calls[-1][0].prompt)
+        (call_id,) = set(re.findall('id": "([^"]*)"', prompt))
+        assert len(call_id) == 9
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (ARRAY_CALL, ["weather"]),
+        (TWO_CALLS, ["weather", "time"]),
+        ('[{"name": "rain", "arguments": {}}]', []),
+        ("[1] is a list.", []),
+    ],
+)
+def test_an_array_is_calls_or_text_however_it_is_cut(
+    text: str, names: list[str], pieces: int
+) -> None:
+    parser = call_parser(frozenset(["weather", "time"]), ToolFormat.ARRAY, calls_first=False)
+    found = list[object]()
+    for start in range(0, len(text), pieces):
+        found += parser.read(text[start : start + pieces])
+    found += parser.read("", finish="stop")
+    assert [one.name for one in found if not isinstance(one, str)] == names
+    assert "".join(one for one in found if isinstance(one, str)) == ("" if names else text)
+    assert parser.calls == len(names)
+
+
+def test_an_array_that_is_cut_off_is_no_text() -> None:
+    parser = call_parser(frozenset(["weather"]), ToolFormat.ARRAY, calls_first=False)
+    assert not list(parser.read(ARRAY_CALL[:-4], finish="length"))
+    assert parser.is_cut
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits", "does_not"),
+    [
+        ({"tool_choice": "required"}, [ARRAY_CALL, TWO_CALLS], ["It rains.", f"{ARRAY_CALL} a"]),
+        ({"tool_choice": "auto"}, [ARRAY_CALL, "It rains.", ""], ['[{"name": "rain"}]', "[1]"]),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, [ARRAY_CALL], [TWO_CALLS]),
+    ],
+)
+def test_arrays_keep_to_the_parameters(fields, fits, does_not) -> None:
+    asked = body(**fields)
+    work = grammar_of(
+        *(asked, tools_of(asked), process_compiler(), constraint_of(asked)),
+        form=ToolFormat.ARRAY,
+    )
+    made = asyncio.run(work)
+    assert all(accepts(made, text) for text in fits)
+    assert not any(accepts(made, text) for text in does_not)

@@ -44,6 +44,11 @@ class Tiling:
             return WHOLE
         return (down, across) if width >= height else (across, down)
 
+    def pixels(self, grid: Grid) -> int:
+        """Pixels that are read of an image with this grid."""
+        rows, columns = grid
+        return (rows * columns + 1) * self.tile * self.tile
+
     @property
     def grids(self) -> list[Grid]:
         """All that images can have."""
@@ -99,6 +104,11 @@ class Resizing:
             rows, columns = (ceil(edge * ratio / self.unit) for edge in (height, width))
         return rows, columns
 
+    def pixels(self, grid: Grid) -> int:
+        """Pixels that are read of an image with this grid."""
+        rows, columns = grid
+        return rows * columns * self.unit * self.unit
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
@@ -129,6 +139,15 @@ class ImageLayout:
     def features(self, width: int, height: int) -> int:
         """Number of features of an image of some size. Raises: RequestError, as ``pattern``"""
         return self.pattern(width, height).count(self.placeholder)
+
+    def pixels(self, width: int, height: int) -> int:
+        """Pixels that the vision tower reads of an image of some size; without a rule, its own.
+
+        Raises: RequestError, as ``pattern``
+        """
+        if self.rule is None:
+            return width * height
+        return self.rule.pixels(self.rule.grid(width, height))
 
     def span(self, image: Image, first: int) -> ImageSpan:
         """The features of an image whose pattern begins at a position of a prompt.

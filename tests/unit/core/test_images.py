@@ -1,6 +1,7 @@
 """Placeholders of images, and keys that tell images apart."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -99,3 +100,12 @@ def test_positions_behind_an_image_with_a_grid_go_on_after_its_longer_edge() -> 
     assert rotary_offset(spans) == 3 - 6
     with pytest.raises(RequestError, match="200 times as long"):
         expand_images([9], [Image.of(201, 1, bytes(603))], layout)
+
+
+def test_pixels_are_those_that_the_tower_reads() -> None:
+    tiles = Tiling(longest_edge=4, tile=2)
+    layout = ImageLayout(placeholder=9, feature_bytes=4, rule=tiles)
+    assert layout.pixels(100, 50) == (1 * 2 + 1) * 4
+    resized = Resizing(unit=2, least_pixels=4, most_pixels=64)
+    assert replace(layout, rule=resized).pixels(100, 100) == 64
+    assert replace(layout, rule=None).pixels(100, 50) == 5000

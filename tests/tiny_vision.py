@@ -26,6 +26,9 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PixtralImageProcessorPil,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -192,6 +195,62 @@ def save_tiny_qwen2_vl(path: Path) -> Path:
     return path
 
 
+def save_tiny_mistral3(path: Path) -> Path:
+    """Mistral 3 with Pixtral's tower: 14 x 14 pixels make a token, and each row ends with one."""
+    tokenizer = byte_tokenizer()
+    special = ["<image>", "[IMG_BREAK]", "[IMG_END]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    text = _text_config(len(tokenizer)).to_dict() | {"model_type": "mistral"}
+    config = Mistral3Config(
+        text_config=text,
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "head_dim": 16,
+            "image_size": 84,
+            "patch_size": 7,
+            "initializer_range": 0.2,
+        },
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(11)
+    Mistral3ForConditionalGeneration(config).save_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    PixtralImageProcessorPil(
+        size={"longest_edge": 84}, patch_size={"height": 7, "width": 7}
+    ).save_pretrained(path)
+    return path
+
+
+@dataclass(frozen=True)
+class _PixtralProcessor:
+    """What Pixtral's processor does, without the package that it needs for other things."""
+
+    image_processor: PixtralImageProcessorPil
+    tokenizer: PreTrainedTokenizerFast
+
+    def __call__(
+        self, *, text: Sequence[str], images: Sequence[Image.Image] | None, **_: object
+    ) -> dict[str, torch.Tensor]:
+        (prompt,), pixels = text, dict[str, torch.Tensor]()
+        if images:
+            made = self.image_processor(images=list(images), patch_size=14, return_tensors="pt")
+            pixels = {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}
+            for height, width in torch.as_tensor(made["image_sizes"]).tolist():
+                rows = ["<one>" * (width // 14)] * (height // 14)
+                prompt = prompt.replace("<image>", "[IMG_BREAK]".join(rows) + "[IMG_END]", 1)
+            prompt = prompt.replace("<one>", "<image>")
+        found = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+        return {"input_ids": found["input_ids"], **pixels}
+
+
 @dataclass(frozen=True)
 class _QwenProcessor:
     """What Qwen2-VL's processor does with images, without those packages that read videos."""
@@ -239,6 +298,10 @@ def _text_config(vocab_size: int) -> LlamaConfig:
     )
 
 
+ALONE = {"qwen2_5_vl": _QwenProcessor, "mistral3": _PixtralProcessor}
+"""Processors of families of which transformers' own needs more packages."""
+
+
 def random_images(count: int, seed: int) -> list[Image.Image]:
     luck = np.random.default_rng(seed)
     sizes = luck.integers(20, 90, (count, 2))
@@ -263,8 +326,8 @@ class Reference:
                 AutoTokenizer.from_pretrained(path),
                 image_seq_len=IMAGE_TOKENS,
             )
-        elif self.model.config.model_type == "qwen2_5_vl":
-            self.processor = _QwenProcessor(
+        elif self.model.config.model_type in ALONE:
+            self.processor = ALONE[self.model.config.model_type](
                 AutoImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path)
             )
         else:

@@ -23,6 +23,7 @@ from tests.tiny_vision import (
     data_uri,
     random_images,
     save_tiny_idefics3_with_tiles,
+    save_tiny_mistral3,
     save_tiny_qwen2_vl,
     save_tiny_smolvlm,
     save_tiny_vision_model,
@@ -34,6 +35,7 @@ OTHERS = {
     "Idefics3": save_tiny_idefics3_with_tiles,
     "SmolVLM": save_tiny_smolvlm,
     "Qwen2.5-VL": save_tiny_qwen2_vl,
+    "Mistral 3": save_tiny_mistral3,
 }
 IMAGES = random_images(10, seed=3)
 CHATS: list[list[int | str]] = [

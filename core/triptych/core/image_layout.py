@@ -111,6 +111,49 @@ class Resizing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """How images that are no larger than a limit are read row by row, each with a token behind it.
+
+    A feature stands for a square of ``unit`` pixels; edges are filled up to whole squares.
+
+    Source: Pixtral (transformers' ``get_resize_output_image_size``)
+    """
+
+    unit: int
+    longest_edge: int
+    """Pixels. Larger images are reduced."""
+    row_end: int
+    """Token behind each row but the last."""
+    image_end: int
+    """Token behind the last row."""
+
+    def grid(self, width: int, height: int) -> Grid:
+        """Rows and columns of the features of an image of some size, in pixels.
+
+        Raises: RequestError for one that is too narrow
+        """
+        ratio = max(height / self.longest_edge, width / self.longest_edge)
+        reduced = [floor(edge / ratio) if ratio > 1 else edge for edge in (height, width)]
+        if min(reduced) < 1:
+            size = f"an image of {width} x {height} pixels"
+            limit = f"nothing of it is left at {self.longest_edge} pixels"
+            raise RequestError(f"{size}: {limit}; cut it", "messages")
+        rows, columns = ((edge - 1) // self.unit + 1 for edge in reduced)
+        return rows, columns
+
+    def pixels(self, grid: Grid) -> int:
+        """Pixels that are read of an image with this grid."""
+        rows, columns = grid
+        return rows * columns * self.unit * self.unit
+
+    def pattern(self, placeholder: int, grid: Grid) -> tuple[int, ...]:
+        """The tokens of an image with this grid."""
+        rows, columns = grid
+        row = (placeholder,) * columns
+        return (*((*row, self.row_end) * (rows - 1)), *row, self.image_end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
     """The tokens of images in prompts of one model."""
 
@@ -120,8 +163,8 @@ class ImageLayout:
     """Bytes of one feature. A placeholder of a prompt stands for one."""
     patterns: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     """The tokens of an image by its grid of tiles, as in ``"2x3"``: placeholders, and what is
-    around them and between those of two tiles. Not used with ``Resizing``."""
-    rule: Tiling | Resizing | None = None
+    around them and between those of two tiles. Only for tiles, and if there is no rule."""
+    rule: Tiling | Resizing | Rows | None = None
     """What the size of an image decides; None: nothing."""
     has_grid_positions: bool = False
     """Whether rotary positions of an image count rows and columns (M-RoPE of Qwen2-VL)."""
@@ -131,10 +174,14 @@ class ImageLayout:
 
         Raises: RequestError for an image that this model cannot read
         """
-        rows, columns = self._grid(width, height)
-        if isinstance(self.rule, Resizing):
-            return (self.placeholder,) * (rows * columns)
-        return self.patterns[f"{rows}x{columns}"]
+        grid = rows, columns = self._grid(width, height)
+        match self.rule:
+            case Resizing():
+                return (self.placeholder,) * (rows * columns)
+            case Rows():
+                return self.rule.pattern(self.placeholder, grid)
+            case _:
+                return self.patterns[f"{rows}x{columns}"]
 
     def features(self, width: int, height: int) -> int:
         """Number of features of an image of some size. Raises: RequestError, as ``pattern``"""

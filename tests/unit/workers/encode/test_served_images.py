@@ -10,6 +10,7 @@ from tests.tiny_vision import (
     random_images,
     save_tiny_idefics3,
     save_tiny_idefics3_with_tiles,
+    save_tiny_mistral3,
     save_tiny_qwen2_vl,
     save_tiny_smolvlm,
     save_tiny_vision_model,
@@ -39,6 +40,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
         save_tiny_idefics3_with_tiles,
         save_tiny_smolvlm,
         save_tiny_qwen2_vl,
+        save_tiny_mistral3,
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

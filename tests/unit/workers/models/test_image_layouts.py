@@ -3,14 +3,19 @@
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from PIL import Image as Pillow
 from transformers import Idefics3ImageProcessorPil, SmolVLMImageProcessorPil
+from transformers.image_utils import ChannelDimension
+from transformers.models.pixtral.image_processing_pil_pixtral import (
+    get_resize_output_image_size,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from tests.tiny_vision import save_tiny_idefics3_with_tiles
 from triptych.core.errors import RequestError
-from triptych.core.image_layout import Resizing, Tiling
+from triptych.core.image_layout import Resizing, Rows, Tiling
 from triptych.workers.models.vision.vision_processor import observe_vision
 
 LONGEST, TILE = 40, 10
@@ -42,6 +47,20 @@ def test_resized_images_have_the_features_of_transformers() -> None:
             continue
         tall, wide = smart_resize(height, width, unit, ours.least_pixels, ours.most_pixels)
         assert ours.grid(width, height) == (tall // unit, wide // unit), (width, height)
+
+
+def test_rows_are_those_of_transformers() -> None:
+    luck, ours = Random(5), Rows(unit=28, longest_edge=1540, row_end=7, image_end=8)
+    last = ChannelDimension.LAST
+    limits = {"size": (1540, 1540), "patch_size": (28, 28), "input_data_format": last}
+    for _ in range(300):
+        width, height = (int(10 ** luck.uniform(0.1, 3.3)) for _ in range(2))
+        blank = np.zeros((height, width, 3), np.uint8)
+        tall, wide = get_resize_output_image_size(blank, **limits)
+        assert ours.grid(width, height) == (tall // 28, wide // 28), (width, height)
+    assert ours.pattern(9, (2, 3)) == (9, 9, 9, 7, 9, 9, 9, 8)
+    with pytest.raises(RequestError, match="nothing of it is left"):
+        ours.grid(4000, 1)
 
 
 def test_a_model_with_another_rule_reads_no_images(

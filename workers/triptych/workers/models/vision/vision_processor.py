@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoProcessor, Idefics3Processor
 
 from triptych.core.errors import ModelError
-from triptych.core.image_layout import WHOLE, Grid, ImageLayout, Resizing, Tiling
+from triptych.core.image_layout import WHOLE, Grid, ImageLayout, Resizing, Rows, Tiling
 from triptych.core.images import Image
 from triptych.workers.models.pretrained import read_config, read_tokenizer, readable
 from triptych.workers.models.vision.vision_traits import VisionTraits
 
 QWEN = ("qwen2_vl", "qwen2_5_vl")
-FAMILIES = ("llava", "idefics3", "smolvlm", *QWEN)
+FAMILIES = ("llava", "idefics3", "smolvlm", "mistral3", *QWEN)
 """Model types whose images are read. All tokens of theirs attend to those before them alone."""
 GRID = ("rows", "cols")
 """What a processor tells about split images; towers do not read it."""
@@ -50,7 +50,8 @@ class VisionProcessor:
             Pillow.frombuffer("RGB", (one.width, one.height), one.rgb, "raw", "RGB", 0, 1)
             for one in images
         ]
-        made = self.processor.image_processor(images=given, return_tensors="pt")
+        options = getattr(self.processor, "image_options", {})
+        made = self.processor.image_processor(images=given, return_tensors="pt", **options)
         found = cast("Mapping[str, Tensor]", dict(made))
         return {name: value for name, value in found.items() if name not in GRID}
 
@@ -64,7 +65,7 @@ class VisionProcessor:
         return list(made["input_ids"][0])
 
     @property
-    def rule(self) -> Tiling | Resizing | None:
+    def rule(self) -> Tiling | Resizing | Rows | None:
         """What the size of an image decides; None: nothing."""
         made = self.processor.image_processor
         if isinstance(self.processor, _QwenImages):
@@ -73,6 +74,8 @@ class VisionProcessor:
                 least_pixels=int(made.size["shortest_edge"]),
                 most_pixels=int(made.size["longest_edge"]),
             )
+        if isinstance(self.processor, _PixtralImages):
+            return self.processor.rows
         if not getattr(made, "do_image_splitting", False):
             return None
         longest, tile = made.size["longest_edge"], made.max_image_size["longest_edge"]
@@ -100,9 +103,40 @@ class _QwenImages:
         return {"input_ids": [[self.image_token_id] * count]}
 
 
+@dataclass(frozen=True)
+class _PixtralImages:
+    """The part of Pixtral's processor that is about images."""
+
+    image_processor: Any
+    image_token_id: int
+    rows: Rows
+
+    image_token = ""
+
+    @property
+    def image_options(self) -> Mapping[str, object]:
+        return {"patch_size": self.rows.unit}
+
+    def __call__(self, *, images: Sequence[Pillow.Image], **_: object) -> Mapping[str, Any]:
+        """As transformers' processor does with a prompt of one image."""
+        made = self.image_processor(images=list(images), **self.image_options)
+        height, width = made["image_sizes"][0]
+        grid = int(height) // self.rows.unit, int(width) // self.rows.unit
+        return {"input_ids": [self.rows.pattern(self.image_token_id, grid)]}
+
+
 def _processor(path: Path) -> Any:
-    """A model's processor; for some families without videos, which need more packages."""
+    """A model's processor; for some families without parts that need more packages."""
     config = read_config(path)
+    if config.model_type == "mistral3":
+        images, tokenizer = AutoImageProcessor.from_pretrained(path, **LOCAL), read_tokenizer(path)
+        rows = Rows(
+            unit=int(config.vision_config.patch_size * config.spatial_merge_size),
+            longest_edge=int(images.size["longest_edge"]),
+            row_end=int(tokenizer.convert_tokens_to_ids("[IMG_BREAK]")),
+            image_end=int(tokenizer.convert_tokens_to_ids("[IMG_END]")),
+        )
+        return _PixtralImages(images, int(config.image_token_id), rows)
     if config.model_type in QWEN:
         images = AutoImageProcessor.from_pretrained(path, **LOCAL)
         return _QwenImages(images, int(config.image_token_id))
@@ -138,7 +172,7 @@ def observe_vision(path: Path) -> VisionTraits:
             )
     except ModelError as error:
         return VisionTraits(reason=f"this model's images cannot be processed: {error}")
-    if not is_right or not all(layout.placeholder in one for one in layout.patterns.values()):
+    if not is_right or not layout.features(*PROBES[0]):
         return VisionTraits(reason="images of this model take tokens by another rule than is known")
     return VisionTraits(layout=layout, channels=channels)
 
@@ -148,7 +182,7 @@ def _layout(processor: VisionProcessor, placeholder: int, channels: int) -> Imag
     match rule:
         case Tiling():
             patterns = {grid: processor.tokens_of_grid(*grid) for grid in rule.grids}
-        case Resizing():
+        case Resizing() | Rows():
             patterns = dict[Grid, list[int]]()
         case None:
             patterns = {WHOLE: processor.tokens_of(*PROBES[0])}

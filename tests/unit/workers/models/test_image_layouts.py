@@ -57,10 +57,12 @@ def test_rows_are_those_of_transformers() -> None:
         width, height = (int(10 ** luck.uniform(0.1, 3.3)) for _ in range(2))
         blank = np.zeros((height, width, 3), np.uint8)
         tall, wide = get_resize_output_image_size(blank, **limits)
-        assert ours.grid(width, height) == (tall // 28, wide // 28), (width, height)
+        if tall and wide:
+            assert ours.grid(width, height) == (tall // 28, wide // 28), (width, height)
+            continue
+        with pytest.raises(RequestError, match="nothing of it is left"):
+            ours.grid(width, height)
     assert ours.pattern(9, (2, 3)) == (9, 9, 9, 7, 9, 9, 9, 8)
-    with pytest.raises(RequestError, match="nothing of it is left"):
-        ours.grid(4000, 1)
 
 
 def test_a_model_with_another_rule_reads_no_images(

@@ -133,8 +133,8 @@ def _processor(path: Path) -> Any:
         rows = Rows(
             unit=int(config.vision_config.patch_size * config.spatial_merge_size),
             longest_edge=int(images.size["longest_edge"]),
-            row_end=int(tokenizer.convert_tokens_to_ids("[IMG_BREAK]")),
-            image_end=int(tokenizer.convert_tokens_to_ids("[IMG_END]")),
+            row_end=cast("int", tokenizer.convert_tokens_to_ids("[IMG_BREAK]")),
+            image_end=cast("int", tokenizer.convert_tokens_to_ids("[IMG_END]")),
         )
         return _PixtralImages(images, int(config.image_token_id), rows)
     if config.model_type in QWEN:

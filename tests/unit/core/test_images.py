@@ -6,8 +6,17 @@ from dataclasses import replace
 import pytest
 
 from triptych.core.errors import RequestError
-from triptych.core.image_layout import ImageLayout, Resizing, Tiling, expand_images
-from triptych.core.images import KEY_TOKENS, Image, ImageSpan, content_keys, rotary_offset
+from triptych.core.images import (
+    KEY_TOKENS,
+    Image,
+    ImageLayout,
+    ImageSpan,
+    Resizing,
+    Tiling,
+    content_keys,
+    expand_images,
+    rotary_offset,
+)
 from triptych.core.messages import Request, Sampling
 
 LAYOUT = ImageLayout(placeholder=9, feature_bytes=20, patterns={"0x0": (3, *[9] * 5, 4)})

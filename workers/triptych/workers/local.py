@@ -19,8 +19,7 @@ from typing import Self
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import StageLost
-from triptych.core.image_layout import expand_images
-from triptych.core.images import Image
+from triptych.core.images import Image, expand_images
 from triptych.core.messages import (
     POOL,
     ROUTER,

@@ -4,8 +4,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from triptych.core.image_layout import ImageLayout
-from triptych.core.images import Image
+from triptych.core.images import Image, ImageLayout
 from triptych.core.messages import Failed, Floor, Request, Tokens
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity

@@ -10,7 +10,7 @@ from tests.tiny_vision import TEMPLATE, data_uri, random_images
 from tests.unit.deployments.http.conftest import FakeEngine
 from triptych.core.config import IngressConfig
 from triptych.core.errors import PromptTooLong, RequestError
-from triptych.core.image_layout import ImageLayout
+from triptych.core.images import ImageLayout
 from triptych.deployments.http import ModelCard
 from triptych.deployments.http.openai.protocol import ChatBody, validate
 from triptych.deployments.http.openai.request_builder import Job, RequestBuilder

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.core.image_layout import ImageLayout
-from triptych.core.images import Image, ImageSpan
+from triptych.core.images import Image, ImageLayout, ImageSpan
 from triptych.core.messages import (
     ROUTER,
     EncodeImages,

@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from tests.tiny_vision import save_tiny_idefics3_with_tiles
 from triptych.core.errors import RequestError
-from triptych.core.image_layout import Resizing, Rows, Tiling
+from triptych.core.images import Resizing, Rows, Tiling
 from triptych.workers.models.vision.vision_processor import observe_vision
 
 LONGEST, TILE = 40, 10

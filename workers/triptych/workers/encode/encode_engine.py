@@ -11,8 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from triptych.core.errors import MessageError, RequestError, StageLost, TriptychError
-from triptych.core.image_layout import ImageLayout
-from triptych.core.images import Image, ImageSpan
+from triptych.core.images import Image, ImageLayout, ImageSpan
 from triptych.core.messages import (
     ROUTER,
     EncodeImages,

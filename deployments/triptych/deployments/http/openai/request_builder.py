@@ -14,8 +14,7 @@ from triptych.core.errors import (
     UnknownMethod,
     Unsupported,
 )
-from triptych.core.image_layout import expand_images
-from triptych.core.images import Image, ImageSpan
+from triptych.core.images import Image, ImageSpan, expand_images
 from triptych.core.messages import Floor, Request, Sampling, Slo
 from triptych.core.plugin_overrides import check_floor, check_scores, overrides_of
 from triptych.core.profile import Fidelity

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoProcessor, Idefics3Processor
 
 from triptych.core.errors import ModelError
-from triptych.core.image_layout import WHOLE, Grid, ImageLayout, Resizing, Rows, Tiling
-from triptych.core.images import Image
+from triptych.core.images import WHOLE, Grid, Image, ImageLayout, Resizing, Rows, Tiling
 from triptych.workers.models.pretrained import read_config, read_tokenizer, readable
 from triptych.workers.models.vision.vision_traits import VisionTraits
 

@@ -14,8 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from triptych.core.config import DType
 from triptych.core.errors import ModelError
-from triptych.core.image_layout import ImageLayout
-from triptych.core.images import Image
+from triptych.core.images import Image, ImageLayout
 from triptych.workers.models.pretrained import no_progress_bar, read_config, readable
 from triptych.workers.models.vision.vision_processor import VisionProcessor
 from triptych.workers.models.vision.vision_traits import describe_vision

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from triptych.core.image_layout import ImageLayout
+from triptych.core.images import ImageLayout
 from triptych.core.schema import build
 from triptych.workers.models.store.metadata_cache import DESCRIBING_FILES, cached
 

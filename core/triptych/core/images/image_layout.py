@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import ceil, floor, sqrt
 
 from triptych.core.errors import RequestError
-from triptych.core.images import Image, ImageSpan
+from triptych.core.images.image_spans import Image, ImageSpan
 
 Grid = tuple[int, int]
 """Rows and columns of the tiles of an image, or of its features; (0, 0): it is not split."""

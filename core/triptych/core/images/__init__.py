@@ -1,0 +1,45 @@
+"""Images of prompts: which tokens stand for them, their places, segments, and keys."""
+
+from triptych.core.images.image_layout import (
+    WHOLE,
+    Grid,
+    ImageLayout,
+    Resizing,
+    Rows,
+    Tiling,
+    expand_images,
+)
+from triptych.core.images.image_spans import (
+    IMAGE,
+    KEY_TOKENS,
+    TEXT,
+    Image,
+    ImageSpan,
+    Modality,
+    Segment,
+    all_segments,
+    content_keys,
+    image_segments,
+    rotary_offset,
+)
+
+__all__ = [
+    "IMAGE",
+    "KEY_TOKENS",
+    "TEXT",
+    "WHOLE",
+    "Grid",
+    "Image",
+    "ImageLayout",
+    "ImageSpan",
+    "Modality",
+    "Resizing",
+    "Rows",
+    "Segment",
+    "Tiling",
+    "all_segments",
+    "content_keys",
+    "expand_images",
+    "image_segments",
+    "rotary_offset",
+]

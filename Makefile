@@ -118,7 +118,7 @@ lock: ## resolve the ranges of pyproject.toml anew and pin what came out
 	@echo "==> resolving into .venv-lock"
 	@$(PYTHON) -m venv --clear .venv-lock
 	@.venv-lock/bin/python -m pip install -q "pip>=25.1"
-	@.venv-lock/bin/python -m pip install -q ".[eval]" --group dev --group lock
+	@.venv-lock/bin/python -m pip install -q ".[eval,vision]" --group dev --group lock
 	@sed '/^#/!d' requirements.lock > .venv-lock/lock
 	@.venv-lock/bin/python -m pip freeze --all | grep -vE '^(#|pip==|triptych)' | sed 's/+cpu$$//' >> .venv-lock/lock
 	@mv .venv-lock/lock requirements.lock

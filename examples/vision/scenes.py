@@ -1,12 +1,12 @@
 """Pictures of shapes and of handwritten digits, and questions about them.
 
 Pictures come from a random generator with a seed, so that every split is repeatable. Digits are
-those of the data set that scikit-learn ships: its last 300 images are held out. Shapes are held out
-by combination: one in eight triples of shape, colour and cell is never drawn for training, and
-every held-out picture of shapes has one.
+those of the data set that scikit-learn ships: its last 300 images are held out. A picture of shapes
+has one to five equal ones. Held out are one in eight combinations of shape, colour and count: they
+are never drawn for training, and all held-out pictures of shapes are of these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -32,26 +32,27 @@ SHAPES = ("circle", "square", "triangle", "cross")
 ROWS = ("top", "middle", "bottom")
 COLUMNS = ("left", "center", "right")
 COUNTS = ("one", "two", "three", "four", "five")
+DIGITS = tuple(map(str, range(10)))
+ASKED = {
+    "count": "How many shapes are there?",
+    "colour": "Which color is it?",
+    "shape": "Which shape is it?",
+    "row": "In which row is it?",
+    "column": "In which column is it?",
+    "digit": "Which digit is it?",
+}
+"""Questions by kind."""
+ANSWERS = {
+    "count": COUNTS,
+    "colour": tuple(COLOURS),
+    "shape": SHAPES,
+    "row": ROWS,
+    "column": COLUMNS,
+    "digit": DIGITS,
+}
+"""Words that answer them."""
 HELD_OUT_DIGITS = 300
 ONE_IN = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Thing:
-    """A shape, or a digit over the whole picture (row and column "middle" and "center")."""
-
-    name: str
-    colour: str
-    row: str
-    column: str
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        return (self.name, self.colour, self.row, self.column)
-
-    @property
-    def is_held_out(self) -> bool:
-        return crc32(" ".join(self.words).encode()) % ONE_IN == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,8 @@ class Question:
 @dataclass(frozen=True)
 class Picture:
     image: Image.Image
-    things: tuple[Thing, ...]
-
-    @property
-    def count(self) -> str:
-        return COUNTS[len(self.things) - 1]
+    facts: Mapping[str, str]
+    """What there is to know, by kind of question."""
 
 
 def pictures(split: Split, seed: int) -> Iterator[Picture]:
@@ -91,57 +89,51 @@ def pictures(split: Split, seed: int) -> Iterator[Picture]:
 
 def questions(picture: Picture) -> list[Question]:
     """All questions about a picture that have one right answer."""
-    things = picture.things
-    if things[0].name.isdigit():
-        (digit,) = things
-        return [
-            Question("digit", "Which digit is this?", digit.name),
-            Question("colour", "Which color is the digit?", digit.colour),
-        ]
-    found = [Question("count", "How many shapes are there?", picture.count)]
-    for thing in things:
-        name, colour, row, column = thing.words
-        if [one.name for one in things].count(name) == 1:
-            found.append(Question("colour", f"Which color is the {name}?", colour))
-        if [one.colour for one in things].count(colour) == 1:
-            found.append(Question("shape", f"Which shape is {colour}?", name))
-        if [(one.name, one.colour) for one in things].count((name, colour)) == 1:
-            found.append(Question("row", f"In which row is the {colour} {name}?", row))
-            found.append(Question("column", f"In which column is the {colour} {name}?", column))
-    return found
+    return [Question(kind, ASKED[kind], answer) for kind, answer in picture.facts.items()]
+
+
+def is_held_out(shape: str, colour: str, count: str) -> bool:
+    return crc32(f"{shape} {colour} {count}".encode()) % ONE_IN == 0
 
 
 def _shapes(split: Split, luck: np.random.Generator) -> Picture:
     while True:
-        places = luck.permutation(list(product(ROWS, COLUMNS)))[: luck.integers(1, 6)]
-        things = tuple(
-            Thing(str(luck.choice(SHAPES)), str(luck.choice(list(COLOURS))), str(row), str(column))
-            for row, column in places
-        )
-        if any(thing.is_held_out for thing in things) == (split == "held_out"):
-            return Picture(_draw(things, luck), things)
-
-
-def _draw(things: tuple[Thing, ...], luck: np.random.Generator) -> Image.Image:
+        shape, colour, count = (str(luck.choice(list(some))) for some in (SHAPES, COLOURS, COUNTS))
+        if is_held_out(shape, colour, count) == (split == "held_out"):
+            break
+    cells = luck.permutation(list(product(ROWS, COLUMNS)))[: COUNTS.index(count) + 1]
+    facts = {"count": count, "colour": colour, "shape": shape}
+    if len(cells) == 1:
+        (row, column) = map(str, cells[0])
+        facts |= {"row": row, "column": column}
     image = _background(luck)
-    pen = ImageDraw.Draw(image)
-    for thing in things:
+    for row, column in cells:
         half = luck.uniform(5, 7.5)
-        x = (COLUMNS.index(thing.column) + 0.5) * CELL + luck.uniform(-1, 1) * (8 - half)
-        y = (ROWS.index(thing.row) + 0.5) * CELL + luck.uniform(-1, 1) * (8 - half)
-        colour = COLOURS[thing.colour]
-        match thing.name:
-            case "circle":
-                pen.ellipse((x - half, y - half, x + half, y + half), fill=colour)
-            case "square":
-                pen.rectangle((x - half, y - half, x + half, y + half), fill=colour)
-            case "triangle":
-                corners = ((x, y - half), (x - half, y + half), (x + half, y + half))
-                pen.polygon(corners, fill=colour)
-            case _:
-                pen.rectangle((x - half, y - 1.5, x + half, y + 1.5), fill=colour)
-                pen.rectangle((x - 1.5, y - half, x + 1.5, y + half), fill=colour)
-    return image
+        x = (COLUMNS.index(column) + 0.5) * CELL + luck.uniform(-1, 1) * (8 - half)
+        y = (ROWS.index(row) + 0.5) * CELL + luck.uniform(-1, 1) * (8 - half)
+        _draw(ImageDraw.Draw(image), shape, COLOURS[colour], x, y, half)
+    return Picture(image, facts)
+
+
+def _draw(
+    pen: ImageDraw.ImageDraw,
+    shape: str,
+    colour: tuple[int, int, int],
+    x: float,
+    y: float,
+    half: float,
+) -> None:
+    match shape:
+        case "circle":
+            pen.ellipse((x - half, y - half, x + half, y + half), fill=colour)
+        case "square":
+            pen.rectangle((x - half, y - half, x + half, y + half), fill=colour)
+        case "triangle":
+            corners = ((x, y - half), (x - half, y + half), (x + half, y + half))
+            pen.polygon(corners, fill=colour)
+        case _:
+            pen.rectangle((x - half, y - 1.5, x + half, y + 1.5), fill=colour)
+            pen.rectangle((x - 1.5, y - half, x + 1.5, y + half), fill=colour)
 
 
 def _background(luck: np.random.Generator) -> Image.Image:
@@ -169,4 +161,4 @@ def _digit(split: Split, luck: np.random.Generator) -> Picture:
     image = _background(luck)
     corner = tuple(int(luck.integers(0, SIDE - side + 1)) for _ in range(2))
     image.paste(Image.new("RGB", (side, side), COLOURS[colour]), corner, ink)
-    return Picture(image, (Thing(str(names[number]), colour, "middle", "center"),))
+    return Picture(image, {"digit": str(names[number]), "colour": colour})

@@ -28,7 +28,6 @@ from transformers import AutoTokenizer
 
 from examples.vision.checkpoint import (
     IMAGE_TOKENS,
-    PATCH,
     VISION_FILE,
     is_vision,
     language_model,
@@ -36,12 +35,7 @@ from examples.vision.checkpoint import (
     save_vision,
 )
 from examples.vision.scenes import (
-    COLOURS,
-    COLUMNS,
-    COUNTS,
-    ROWS,
-    SHAPES,
-    SIDE,
+    ANSWERS,
     Picture,
     Question,
     Split,
@@ -49,7 +43,17 @@ from examples.vision.scenes import (
     questions,
 )
 
-WORDS = (*SHAPES, *COLOURS, *ROWS, *COLUMNS, *COUNTS, *map(str, range(10)))
+KEYS = {"colour": " color"} | {kind: f" {kind}" for kind in ANSWERS if kind != "colour"}
+"""What a row of patches begins with, by kind of question."""
+NOTHING, COLON, COMMA = " none", ":", ","
+WORDS = (
+    *(word if kind == "digit" else f" {word}" for kind in ANSWERS for word in ANSWERS[kind]),
+    *KEYS.values(),
+    NOTHING,
+    COLON,
+    COMMA,
+)
+"""Texts of one token each."""
 WORD_BATCH = 32
 """Pictures of a step that learns words."""
 ANSWER_BATCH = 2
@@ -87,8 +91,7 @@ class Learner:
         self.tokenizer = AutoTokenizer.from_pretrained(language, local_files_only=True)
         self.embed = self.inner.language_model.embed_tokens
         self.head = self._ids("<|im_start|>user\n")
-        words = [self.embed(self._ids(f" {word}")).float().mean(0) for word in WORDS]
-        self.words = torch.stack(words)
+        self.words = self.embed(torch.cat([self._ids(word) for word in WORDS])).float()
         self.scale = torch.nn.Parameter(torch.tensor(2.7))
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -169,20 +172,14 @@ class Learner:
 def words_of_patches(picture: Picture) -> np.ndarray:
     """The word for each patch, as an index in ``WORDS``: int64 [IMAGE_TOKENS].
 
-    The four patches of a cell with a thing have its colour, name, row and column; patches of empty
-    cells have the count. Those of a digit have its name and its colour.
+    The six rows of patches read " color: red red red," and so on, a row for each kind of question.
     """
-    side = SIDE // PATCH
-    found = np.full((side, side), WORDS.index(picture.count))
-    (first, *_) = picture.things
-    if first.name.isdigit():
-        found[:, 0::2], found[:, 1::2] = WORDS.index(first.name), WORDS.index(first.colour)
-        return found.ravel()
-    for thing in picture.things:
-        row, column = 2 * ROWS.index(thing.row), 2 * COLUMNS.index(thing.column)
-        words = (thing.colour, thing.name, thing.row, thing.column)
-        found[row : row + 2, column : column + 2] = np.reshape([*map(WORDS.index, words)], (2, 2))
-    return found.ravel()
+    found = list[str]()
+    for kind in ANSWERS:
+        known = picture.facts.get(kind)
+        word = NOTHING if known is None else known if kind == "digit" else f" {known}"
+        found += [KEYS[kind], COLON, word, word, word, COMMA]
+    return np.array([WORDS.index(word) for word in found])
 
 
 def asked(
@@ -336,8 +333,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=VISION_FILE)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--saved", type=Path, help="state of the training: goes on from there")
-    parser.add_argument("--word-steps", type=int, default=400)
-    parser.add_argument("--answer-steps", type=int, default=400)
+    parser.add_argument("--word-steps", type=int, default=1500)
+    parser.add_argument("--answer-steps", type=int, default=500)
     parser.add_argument("--held-out", type=int, default=60, help="pictures that are measured")
     given = parser.parse_args()
     learner = Learner(language_model())

@@ -86,7 +86,9 @@ class Client:
         answer = response.json()
         (choice,) = answer["choices"]
         tokens = choice["logprobs"]["content"]
-        place = tokens[2] if len(tokens) > 2 else tokens[-1]  # "It", " is", " red"
+        texts = [one["token"] for one in tokens]
+        end = texts.index(".") if "." in texts else len(texts)
+        place = tokens[max(0, end - 1)]  # "The", " color", " is", " red", "."
         word = {one["token"]: one["logprob"] for one in place["top_logprobs"]}
         return Answer(choice["message"]["content"], word, answer["usage"].get("compression", {}))
 

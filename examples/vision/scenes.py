@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Literal
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +41,8 @@ ASKED = {
     "digit": "Which digit is it?",
 }
 """Questions by kind."""
+NAMES = {kind: kind for kind in ASKED} | {"colour": "color"}
+"""Kinds of questions as they are called in questions and answers."""
 ANSWERS = {
     "count": COUNTS,
     "colour": tuple(COLOURS),
@@ -68,7 +69,7 @@ class Question:
     def sentence(self) -> str:
         """The answer as the model gives it: its first token, which prefill samples before anything
         is compressed, tells nothing."""
-        return f"It is {self.answer}."
+        return f"The {NAMES[self.kind]} is {self.answer}."
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,10 @@ class Picture:
 
 
 def pictures(split: Split, seed: int) -> Iterator[Picture]:
-    """Pictures without end: three of shapes, then one of a digit."""
+    """Pictures without end: one of shapes, then one of a digit."""
     luck = np.random.default_rng([seed, split == "train"])
     while True:
-        for _ in range(3):
-            yield _shapes(split, luck)
+        yield _shapes(split, luck)
         yield _digit(split, luck)
 
 
@@ -93,7 +93,9 @@ def questions(picture: Picture) -> list[Question]:
 
 
 def is_held_out(shape: str, colour: str, count: str) -> bool:
-    return crc32(f"{shape} {colour} {count}".encode()) % ONE_IN == 0
+    """Whether a combination is kept for tests: one in eight, with each shape, colour and count."""
+    places = SHAPES.index(shape), list(COLOURS).index(colour), COUNTS.index(count)
+    return sum((at + 1) * place for at, place in enumerate(places)) % ONE_IN == 0
 
 
 def _shapes(split: Split, luck: np.random.Generator) -> Picture:

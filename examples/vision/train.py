@@ -36,6 +36,7 @@ from examples.vision.checkpoint import (
 )
 from examples.vision.scenes import (
     ANSWERS,
+    NAMES,
     Picture,
     Question,
     Split,
@@ -43,7 +44,7 @@ from examples.vision.scenes import (
     questions,
 )
 
-KEYS = {"colour": " color"} | {kind: f" {kind}" for kind in ANSWERS if kind != "colour"}
+KEYS = {kind: f" {name}" for kind, name in NAMES.items()}
 """What a row of patches begins with, by kind of question."""
 NOTHING, COLON, COMMA = " none", ":", ","
 WORDS = (
@@ -54,6 +55,10 @@ WORDS = (
     COMMA,
 )
 """Texts of one token each."""
+FACTS = sum(map(len, ANSWERS.values()))
+"""The first words tell one picture from another."""
+USUAL_WEIGHT = 0.1
+"""Of the other words in the loss."""
 WORD_BATCH = 32
 """Pictures of a step that learns words."""
 ANSWER_BATCH = 2
@@ -105,13 +110,19 @@ class Learner:
         return torch.stack(list(found)).reshape(len(some), IMAGE_TOKENS, -1)
 
     def word_loss(self, some: Sequence[Picture]) -> Tensor:
-        """Cross entropy of the word of each patch by its similarity, and the length of features."""
+        """Cross entropy of the word of each patch by its similarity, and the length of features.
+
+        Words that are the same in all pictures count little, and learn themselves.
+        """
         features = self.features(some)
         cosine = F.normalize(features, dim=-1) @ F.normalize(self.words, dim=-1).T
         targets = torch.from_numpy(np.stack([words_of_patches(one) for one in some]))
         length = features.norm(dim=-1).log() - self.words.norm(dim=-1).mean().log()
-        words = F.cross_entropy((cosine * self.scale.exp()).flatten(0, 1), targets.flatten())
-        return words + 0.1 * length.square().mean()
+        loss = F.cross_entropy(
+            (cosine * self.scale.exp()).flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        weight = torch.where(targets.flatten() < FACTS, 1.0, USUAL_WEIGHT)
+        return (loss * weight).sum() / weight.sum() + 0.1 * length.square().mean()
 
     def answer_loss(self, some: Sequence[tuple[Picture, list[Question]]]) -> Tensor:
         """Mean cross entropy of the tokens of the answers."""
@@ -333,7 +344,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=VISION_FILE)
     parser.add_argument("--report", type=Path)
     parser.add_argument("--saved", type=Path, help="state of the training: goes on from there")
-    parser.add_argument("--word-steps", type=int, default=1500)
+    parser.add_argument("--word-steps", type=int, default=2500)
     parser.add_argument("--answer-steps", type=int, default=500)
     parser.add_argument("--held-out", type=int, default=60, help="pictures that are measured")
     given = parser.parse_args()

@@ -66,7 +66,8 @@ def accuracy(asked: argparse.Namespace, folder: Path) -> Rows:
         methods = METHODS if share == asked.shares[0] else (METHODS[0], *METHODS[3:])
         with serving(args_of(model, compressor), asked.port, folder) as server:
             for row in measure(server.url, methods, asked.pictures):
-                rows.append({"image_keep_share": share, **asdict(row)})
+                keeps = row.method in METHODS[3:]
+                rows.append({"image_keep_share": share, "keeps_a_share": keeps, **asdict(row)})
                 console.print(rows[-1])
     return rows
 

@@ -52,6 +52,27 @@ def _frontier_row(row: dict[str, Any], answers: Any, times: Any) -> tuple[str, .
     )
 
 
+def image_methods(name: str) -> str:
+    """Answers about pictures by method, of ``benchmarks/image_chats.py accuracy``."""
+    rows = [
+        (
+            f"`{row['method']}`" if row["image_bytes"] else row["method"],
+            f"{row['image_keep_share']:g}" if row["keeps_a_share"] else "-",
+            f"{row['image_tokens']:.1f}",
+            f"{row['image_bytes'] / 1e3:.1f}",
+            f"{row['stored_bytes'] / 1e3:.0f}",
+            f"{row['accuracy']:.3f}",
+            f"{row['same_as_first']:.3f}",
+            f"{row['kl']:.4f}",
+            ", ".join(f"{kind} {share:.2f}" for kind, share in row["by_kind"].items()),
+        )
+        for row in _result(name)["rows"]
+    ]
+    head = ("method", "share of image tokens", "image tokens held", "kB of an image")
+    more = ("kB of a request", "right", "as the first method", "KL", "right by kind")
+    return table((*head, *more), rows)
+
+
 def compress_times(name: str) -> str:
     """Time of the compressor by method and batch.
 

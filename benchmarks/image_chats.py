@@ -199,7 +199,7 @@ def main() -> None:
         rows = run(asked, Path(folder))
     console.print(make_table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
     if asked.json:
-        write_json(asked.json, {"host": host_info(), "rows": rows})
+        write_json({"host": host_info(), "rows": rows}, asked.json)
 
 
 if __name__ == "__main__":

@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--report", type=Path)
     parser.add_argument("--saved", type=Path, help="state of the training: goes on from there")
     parser.add_argument("--word-steps", type=int, default=2500)
-    parser.add_argument("--answer-steps", type=int, default=500)
+    parser.add_argument("--answer-steps", type=int, default=400)
     parser.add_argument("--held-out", type=int, default=60, help="pictures that are measured")
     given = parser.parse_args()
     learner = Learner(language_model())

@@ -54,6 +54,11 @@ def _frontier_row(row: dict[str, Any], answers: Any, times: Any) -> tuple[str, .
 
 def image_methods(name: str) -> str:
     """Answers about pictures by method, of ``benchmarks/image_chats.py accuracy``."""
+    every = _result(name)["rows"]
+    first = every[0]["image_keep_share"]
+    measured = [
+        row for row in every if row["keeps_a_share"] or row["image_keep_share"] == first
+    ]  # other methods are the same with each share
     rows = [
         (
             f"`{row['method']}`" if row["image_bytes"] else row["method"],
@@ -66,7 +71,7 @@ def image_methods(name: str) -> str:
             f"{row['kl']:.4f}",
             ", ".join(f"{kind} {share:.2f}" for kind, share in row["by_kind"].items()),
         )
-        for row in _result(name)["rows"]
+        for row in measured
     ]
     head = ("method", "share of image tokens", "image tokens held", "kB of an image")
     more = ("kB of a request", "right", "as the first method", "KL", "right by kind")

@@ -68,7 +68,8 @@ def test_the_committed_model_answers_over_the_stages_as_in_transformers(tmp_path
     made = VisionProcessor.read(path).pixel_values(images)["pixel_values"]
     torch.testing.assert_close(made, pixels, atol=1e-5, rtol=0)
     tower = VisionTower.read(path, "float32", torch.device("cpu"))
-    assert tower.encode(images[:1]).shape == (1, checkpoint.IMAGE_TOKENS, 576)
+    (found,) = tower.encode(images[:1])
+    assert found.shape == (checkpoint.IMAGE_TOKENS, 576)
     tokenizer = checkpoint.processor(checkpoint.language_model()).tokenizer
     config = AppConfig.from_mapping({"pool": {"kv_cache_memory_bytes": 128 << 20}})
     greedy = Sampling(temperature=0.0, max_tokens=8)

@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
+    GenerationConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessorPil,
@@ -346,14 +347,15 @@ class Reference:
         """
         given = self._inputs(text, images)
         with torch.inference_mode():
-            out = self.model.generate(
-                **given,
+            # Without an end of text: `min_new_tokens` would keep that token from being chosen.
+            how = GenerationConfig(
                 max_new_tokens=count,
-                min_new_tokens=count,
                 do_sample=False,
+                pad_token_id=0,
                 output_logits=True,
                 return_dict_in_generate=True,
             )
+            out = self.model.generate(**given, generation_config=how)
         tokens = out.sequences[0][given["input_ids"].shape[1] :].tolist()
         best = torch.stack(out.logits)[:, 0].topk(2).values
         close = (best[:, 0] - best[:, 1] < NEAR_TIE).nonzero()

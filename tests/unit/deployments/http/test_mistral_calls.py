@@ -3,22 +3,24 @@
 # pyright: reportUnknownMemberType=false
 """Tool calls in the format of Mistral: an array behind a special token, and short ids."""
 
-import asyncio
 import re
 
 import openai
 import pytest
 
 from tests.unit.deployments.http.conftest import MODEL, make_engine, make_tokenizer, serve_app
-from tests.unit.deployments.http.test_tool_parser import QUESTION, TIME, WEATHER, accepts, body
-from triptych.deployments.grammars import process_compiler
+from tests.unit.deployments.http.test_tool_parser import (
+    QUESTION,
+    TIME,
+    WEATHER,
+    accepts,
+    body,
+    compiled,
+)
 from triptych.deployments.http.openai.chat_template import ChatTemplate
-from triptych.deployments.http.openai.guided_decoding import constraint_of
 from triptych.deployments.http.openai.tool_parser import (
     ToolFormat,
     call_parser,
-    grammar_of,
-    tools_of,
 )
 
 MISTRAL_TEMPLATE = """{% set asked = messages[-1] %}{% for message in messages %}
@@ -101,16 +103,15 @@ def test_an_array_that_is_cut_off_is_no_text() -> None:
     ("fields", "fits", "does_not"),
     [
         ({"tool_choice": "required"}, [ARRAY_CALL, TWO_CALLS], ["It rains.", f"{ARRAY_CALL} a"]),
-        ({"tool_choice": "auto"}, [ARRAY_CALL, "It rains.", ""], ['[{"name": "rain"}]', "[1]"]),
+        (
+            {"tool_choice": "auto"},
+            [ARRAY_CALL, "It rains.", "\n It [1] rains.", ""],
+            ['[{"name": "rain"}]', "[1]", "\n [1]", "It rains. [TOOL_CALLS]"],
+        ),
         ({"tool_choice": "auto", "parallel_tool_calls": False}, [ARRAY_CALL], [TWO_CALLS]),
     ],
 )
 def test_arrays_keep_to_the_parameters(fields, fits, does_not) -> None:
-    asked = body(**fields)
-    work = grammar_of(
-        *(asked, tools_of(asked), process_compiler(), constraint_of(asked)),
-        form=ToolFormat.ARRAY,
-    )
-    made = asyncio.run(work)
+    made = compiled(body(**fields), ToolFormat.ARRAY)
     assert all(accepts(made, text) for text in fits)
     assert not any(accepts(made, text) for text in does_not)

@@ -26,6 +26,7 @@ from tests.unit.deployments.http.test_tool_parser import (
     WEATHER,
     accepts,
     body,
+    compiled,
 )
 from triptych.core.errors import ConfigError
 from triptych.deployments.grammars import process_compiler
@@ -309,17 +310,16 @@ def test_the_whole_output_is_a_call_where_the_template_writes_so() -> None:
     ("fields", "fits", "does_not"),
     [
         ({"tool_choice": "required"}, [OBJECT_CALL], ["It rains.", CALL, f"{OBJECT_CALL} a"]),
-        ({"tool_choice": "auto"}, [OBJECT_CALL, "It rains.", ""], ['{"name": "rain"}', "{"]),
+        (
+            {"tool_choice": "auto"},
+            [OBJECT_CALL, "It rains.", "\n It {rains}.", ""],
+            ['{"name": "rain"}', "{", " {"],
+        ),
         ({"tool_choice": "auto", **{"guided_choice": ["no"]}}, [OBJECT_CALL, "no"], ["yes"]),
     ],
 )
 def test_objects_keep_to_the_parameters(fields, fits, does_not) -> None:
-    asked = body(**fields)
-    work = grammar_of(
-        *(asked, tools_of(asked), process_compiler(), constraint_of(asked)),
-        form=ToolFormat.OBJECT,
-    )
-    made = asyncio.run(work)
+    made = compiled(body(**fields), ToolFormat.OBJECT)
     assert all(accepts(made, text) for text in fits)
     assert not any(accepts(made, text) for text in does_not)
 

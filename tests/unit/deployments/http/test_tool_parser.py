@@ -18,6 +18,7 @@ from triptych.deployments.http.openai.guided_decoding import constraint_of
 from triptych.deployments.http.openai.protocol import ChatBody, validate
 from triptych.deployments.http.openai.tool_parser import (
     ParsedCall,
+    ToolFormat,
     ToolParser,
     grammar_of,
     tools_of,
@@ -46,9 +47,9 @@ def body(**more: object) -> ChatBody:
     return validate(ChatBody, {"messages": QUESTION, "tools": [WEATHER, TIME], **more})
 
 
-def compiled(asked: ChatBody) -> str:
-    constraint = constraint_of(asked)
-    return asyncio.run(grammar_of(asked, tools_of(asked), process_compiler(), constraint))
+def compiled(asked: ChatBody, form: ToolFormat = ToolFormat.TAGS) -> str:
+    given = (asked, tools_of(asked), process_compiler(), constraint_of(asked))
+    return asyncio.run(grammar_of(*given, form=form))
 
 
 def accepts(made: str, text: str) -> bool:

@@ -13,6 +13,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tiny import byte_tokenizer
 from triptych.core import grammar
@@ -192,3 +193,31 @@ def test_a_tokenizer_may_know_more_tokens_than_the_model(tiny_model: Path, tmp_p
     with LocalServer(AppConfig.from_mapping(settings), path) as server:
         for answer in answers(server, grammar.from_regex("zzzz|[a-c]{6}")):
             assert re.fullmatch("zzzz|[a-c]{6}", answer.text), answer
+
+
+def test_the_special_token_before_calls_of_mistral_is_text_of_the_grammar(tmp_path: Path) -> None:
+    """The model was trained on that token, not on its letters; the text of an answer lacks it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("[TOOL_CALLS]", special=True)], special_tokens=True)
+    size, tag = len(tokenizer), tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    settings = {
+        "model": {"name": "tiny", "dtype": "float32"},
+        "pool": {"kv_cache_memory_bytes": 16 << 20},
+    }
+    rules = grammar.from_lark('start: "[TOOL_CALLS]" "[" "]"')
+    with LocalServer(AppConfig.from_mapping(settings), tmp_path) as server:
+        sampling = Sampling(
+            temperature=0.0, max_tokens=20, grammar=rules, logit_bias=((tag, 100.0),)
+        )
+        (answer,) = server.complete([server.request([65, 66], sampling)])
+    assert (answer.tokens[0], answer.text) == (tag, "[]")

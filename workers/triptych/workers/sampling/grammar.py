@@ -19,6 +19,7 @@ from triptych.core.errors import GrammarError
 from triptych.core.grammar import LIMITS
 from triptych.workers.models.load import LoadedModel
 from triptych.workers.sampling.json_numbers import NumberScanner
+from triptych.workers.sampling.tool_calls import OPEN_ARRAY
 
 MAX_COMPILED = 64
 """Compiled grammars that are kept, the most recently used ones."""
@@ -128,7 +129,11 @@ class GrammarMatcherFactory:
         tokens = without_tokens_from(self.model.tokenizer.backend.to_str(), size)
         made = LLTokenizer(tokens, n_vocab=size, eos_token=ends or None)
         added = self.model.tokenizer.added_tokens_decoder
-        texts = [i for i, content in added.items() if not content.special and i < size]
+        texts = [
+            i
+            for i, content in added.items()
+            if (not content.special or content.content == OPEN_ARRAY) and i < size
+        ]
         vocabulary = Vocabulary(with_text_tokens(made, texts, ends))
         _ = vocabulary.begins_with_digit
         return vocabulary
@@ -165,8 +170,9 @@ def with_text_tokens(
 ) -> LLTokenizer:
     """A tokenizer in which the tokens ``texts`` are text, as ``<tool_call>`` of Qwen is.
 
-    llguidance takes every added token in angle brackets for special, and no text of a grammar
-    matches special tokens: a model could not write a tag as the one token that it was trained on.
+    llguidance takes added tokens in angle brackets for special, as those that are marked so, and no
+    text of a grammar matches special tokens: a model could not write a tag as the one token that it
+    was trained on.
     """
     changed = {token for token in texts if tokenizer.is_special_token(token)} - set(ends)
     if not changed:

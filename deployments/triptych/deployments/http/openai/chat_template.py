@@ -17,14 +17,9 @@ from triptych.deployments.http.openai.reasoning_parser import (
     Thinking,
     thinking_after,
 )
-from triptych.deployments.http.openai.tool_parser import (
-    OPEN_ARRAY,
-    ToolFormat,
-    parse_call,
-    parse_calls,
-)
+from triptych.deployments.http.openai.tool_parser import ToolFormat, parse_call, parse_calls
 from triptych.deployments.http.tokenizer import Tokenizer
-from triptych.workers.sampling.tool_calls import CLOSE, OPEN
+from triptych.workers.sampling.tool_calls import CLOSE, OPEN, OPEN_ARRAY
 
 RESERVED = {
     "messages", "tools", "documents", "add_generation_prompt", "chat_template", "conversations",

@@ -23,7 +23,7 @@ from triptych.deployments.grammars import GrammarCompiler
 from triptych.deployments.http.openai.guided_decoding import OutputConstraint, check_own_end
 from triptych.deployments.http.openai.protocol import ChatBody, Message, NamedTool, Tool
 from triptych.deployments.http.openai.reasoning_parser import Thinking, after_thinking
-from triptych.workers.sampling.tool_calls import CLOSE, OPEN, Segment, ToolCallScanner
+from triptych.workers.sampling.tool_calls import CLOSE, OPEN, OPEN_ARRAY, Segment, ToolCallScanner
 
 RESULT = "<tool_response>\n{}\n</tool_response>"
 RESULT_ROLES = ("tool", "function")
@@ -43,9 +43,8 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 ANY_ARGUMENTS: dict[str, object] = {"type": "object"}
 
-OPEN_ARRAY = "[TOOL_CALLS]"
-"""What Mistral's calls begin with. It is a special token there, so texts do not have it."""
 ID_LETTERS = 9
+"""Letters and digits of an id in Mistral's templates."""
 
 Turn = dict[str, object]
 
@@ -76,7 +75,7 @@ class ParsedCall:
 
     @classmethod
     def new(cls, name: str, arguments: str, form: ToolFormat) -> "ParsedCall":
-        """A call with an id of its own. Mistral's templates take nine letters and digits."""
+        """A call with an id of its own."""
         number = uuid.uuid4().hex
         is_array = form is ToolFormat.ARRAY
         return cls(name, arguments, number[:ID_LETTERS] if is_array else f"call_{number[:24]}")
@@ -289,7 +288,7 @@ def _tag_rules(bodies: Sequence[str], *, once: bool) -> list[str]:
 
 def _object_rules(bodies: Sequence[str]) -> list[str]:
     """The whole output is one call, or a text that begins otherwise."""
-    return [f"calls: {' | '.join(bodies)}", "free: calls | TEXT?", "TEXT: /[^{](.|\\n)*/"]
+    return [f"calls: {' | '.join(bodies)}", "free: calls | TEXT", f"TEXT: {_text_without('{')}"]
 
 
 def _array_rules(bodies: Sequence[str], *, once: bool) -> list[str]:
@@ -298,9 +297,14 @@ def _array_rules(bodies: Sequence[str], *, once: bool) -> list[str]:
         f'calls: "{OPEN_ARRAY}"? " "? "[" {"call" if once else "call (CALL_GAP call)*"} "]"',
         f"call: {' | '.join(bodies)}",
         'CALL_GAP: "," " "?',
-        "free: calls | TEXT?",
-        "TEXT: /[^\\[](.|\\n)*/",
+        "free: calls | TEXT",
+        f"TEXT: {_text_without('[')} & ~/(.|\\n)*{re.escape(OPEN_ARRAY)}(.|\\n)*/",
     ]
+
+
+def _text_without(opening: str) -> str:
+    """Any text whose first character that is no white space is not the one that opens a call."""
+    return f"/\\s*([^\\s{re.escape(opening)}](.|\\n)*)?/"
 
 
 async def _body(tool: Tool, param: str, compiler: GrammarCompiler, form: ToolFormat) -> str:
@@ -366,12 +370,16 @@ class WholeCallParser:
 
     def read(self, text: str, *, finish: FinishReason | None = None) -> Iterator[str | ParsedCall]:
         """Parse the next piece."""
+        if self._is_text:
+            if text:
+                yield text
+            return
         self._held += text
         start = self._held.lstrip()
         begins = self._begins()
         is_call = any(start.startswith(begin) for begin in begins)
         may_call = is_call or any(begin.startswith(start) for begin in begins)
-        if self._is_text or not may_call or (finish == "stop" and not is_call):
+        if not may_call or (finish == "stop" and not is_call):
             self._is_text = True
             held, self._held = self._held, ""
             if held:
@@ -476,12 +484,10 @@ def parse_call(
         call = json.loads(block, parse_int=_number)
     except (ValueError, RecursionError):
         return None
+    key = form.arguments_key
     match call:
-        case {"name": str(name), **rest} if name in names and isinstance(
-            rest.get(form.arguments_key), dict
-        ):
-            given = json.dumps(rest[form.arguments_key])
-            return ParsedCall.new(name, _arguments_text(block) or given, form)
+        case {"name": str(name)} if name in names and isinstance(call.get(key), dict):
+            return ParsedCall.new(name, _arguments_text(block) or json.dumps(call[key]), form)
         case _:
             return None
 
@@ -491,21 +497,21 @@ def parse_calls(block: str, names: frozenset[str]) -> list[ParsedCall]:
     decoder, calls = json.JSONDecoder(parse_int=_number), list[ParsedCall]()
     text = block.strip()
     at = 1 if text.startswith("[") else len(text)
-    while at < len(text):
-        begin = at + len(text[at:]) - len(text[at:].lstrip(", \n"))
-        if text[begin:] == "]":
+    while gap := _GAP.match(text, at):
+        if text[gap.end() :] == "]":
             return calls
         try:
-            _, at = decoder.raw_decode(text, begin)
+            _, at = decoder.raw_decode(text, gap.end())
         except (ValueError, RecursionError):
             return []
-        call = parse_call(text[begin:at], names, ToolFormat.ARRAY)
+        call = parse_call(text[gap.end() : at], names, ToolFormat.ARRAY)
         if call is None:
             return []
         calls.append(call)
     return []
 
 
+_GAP = re.compile(r"[,\s]*")
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"[^"\\]*"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 
 

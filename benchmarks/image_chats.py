@@ -11,8 +11,6 @@ cached, and with another question behind it; and images encoded eight at a time,
 """
 
 import argparse
-import base64
-import io
 import json
 import statistics
 import tempfile
@@ -28,22 +26,18 @@ from PIL import Image as Pillow
 from transformers import LlavaForConditionalGeneration, SiglipVisionConfig
 
 from benchmarks.server import serving
-from examples.vision.ask import measure
+from examples.vision.ask import data_uri, measure
 from examples.vision.checkpoint import VISION_FILE, assemble, language_model, new_model, processor
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.images import Image
 from triptych.loadgen.report.host import host_info
 from triptych.workers.models.vision.vision_tower import VisionTower
 
-METHODS = (
-    "uniform:fp16",
-    "uniform:k8v4",
-    "uniform:k8v4/uniform:k4v2",
-    "uniform:k8v4/tova",
-    "uniform:k8v4/snapkv",
-    "uniform:k8v4/knorm",
-)
+DEFAULT = "uniform:k8v4"
+PRECISIONS = ("uniform:fp16", DEFAULT, "uniform:k8v4/uniform:k4v2")
 """The first one keeps everything in 16 bits: the others are compared with it."""
+RETENTION = ("uniform:k8v4/tova", "uniform:k8v4/snapkv", "uniform:k8v4/knorm")
+"""Methods that keep a share of the image tokens."""
 BASE = SiglipVisionConfig(vision_use_head=False, image_size=224, patch_size=16)
 """86 million parameters, 196 tokens of an image."""
 BATCH = 8
@@ -57,16 +51,16 @@ def accuracy(asked: argparse.Namespace, folder: Path) -> Rows:
     model = assemble(folder / "model")
     for share in asked.shares:
         compressor = {
-            "policy": METHODS[1],
-            "methods": [name for name in METHODS if name != METHODS[1]],
+            "policy": DEFAULT,
+            "methods": [name for name in (*PRECISIONS, *RETENTION) if name != DEFAULT],
             "image_keep_share": share,
             "recent_window_tokens": 8,
         }
-        # A share matters to retention rules alone.
-        methods = METHODS if share == asked.shares[0] else (METHODS[0], *METHODS[3:])
+        others = PRECISIONS if share == asked.shares[0] else PRECISIONS[:1]
+        methods = (*others, *RETENTION)
         with serving(args_of(model, compressor), asked.port, folder) as server:
             for row in measure(server.url, methods, asked.pictures):
-                keeps = row.method in METHODS[3:]
+                keeps = row.method in RETENTION
                 rows.append({"image_keep_share": share, "keeps_a_share": keeps, **asdict(row)})
                 console.print(rows[-1])
     return rows
@@ -163,12 +157,9 @@ def as_image(given: Pillow.Image) -> Image:
 
 def ttft_s(url: str, text: str, image: Pillow.Image, question: str = "What is it?") -> float:
     """Seconds to the first token of a chat with a text, an image, and a question."""
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     parts = [
         *([{"type": "text", "text": text}] if text else []),
-        {"type": "image_url", "image_url": {"url": uri}},
+        {"type": "image_url", "image_url": {"url": data_uri(image)}},
         {"type": "text", "text": question},
     ]
     body = {

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -231,47 +232,47 @@ def save_tiny_mistral3(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class _PixtralProcessor:
-    """What Pixtral's processor does, without the package that it needs for other things."""
+class _ImagesAlone:
+    """What a family's processor does with images, without the packages that it needs for videos."""
 
-    image_processor: PixtralImageProcessorPil
+    image_processor: Any
     tokenizer: PreTrainedTokenizerFast
+    options: ClassVar[dict[str, int]] = {}
+
+    def patterns(self, pixels: dict[str, torch.Tensor]) -> list[str]:
+        """The text that stands for each image, with ``<one>`` for a feature."""
+        raise NotImplementedError
 
     def __call__(
         self, *, text: Sequence[str], images: Sequence[Image.Image] | None, **_: object
     ) -> dict[str, torch.Tensor]:
         (prompt,), pixels = text, dict[str, torch.Tensor]()
         if images:
-            made = self.image_processor(images=list(images), patch_size=14, return_tensors="pt")
-            pixels = {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}
-            for height, width in torch.as_tensor(made["image_sizes"]).tolist():
-                rows = ["<one>" * (width // 14)] * (height // 14)
-                prompt = prompt.replace("<image>", "[IMG_BREAK]".join(rows) + "[IMG_END]", 1)
+            made = self.image_processor(images=list(images), return_tensors="pt", **self.options)
+            pixels = {name: torch.as_tensor(value) for name, value in made.items()}
+            for pattern in self.patterns(pixels):
+                prompt = prompt.replace("<image>", pattern, 1)
             prompt = prompt.replace("<one>", "<image>")
         found = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
         return {"input_ids": found["input_ids"], **pixels}
 
 
-@dataclass(frozen=True)
-class _QwenProcessor:
-    """What Qwen2-VL's processor does with images, without those packages that read videos."""
+class _PixtralProcessor(_ImagesAlone):
+    options: ClassVar[dict[str, int]] = {"patch_size": 14}
 
-    image_processor: Qwen2VLImageProcessorPil
-    tokenizer: PreTrainedTokenizerFast
+    def patterns(self, pixels: dict[str, torch.Tensor]) -> list[str]:
+        sizes = (pixels["image_sizes"] // 14).tolist()
+        return ["[IMG_BREAK]".join(["<one>" * wide] * tall) + "[IMG_END]" for tall, wide in sizes]
 
-    def __call__(
-        self, *, text: Sequence[str], images: Sequence[Image.Image] | None, **_: object
-    ) -> dict[str, torch.Tensor]:
-        (prompt,), pixels = text, dict[str, torch.Tensor]()
-        if images:
-            pixels = dict(self.image_processor(images=list(images), return_tensors="pt"))
-            for grid in pixels["image_grid_thw"]:
-                prompt = prompt.replace("<image>", "<one>" * (int(grid.prod()) // 4), 1)
-            prompt = prompt.replace("<one>", "<image>")
-        found = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
-        ids = found["input_ids"]
-        kinds = (ids == self.tokenizer.convert_tokens_to_ids("<image>")).int()
-        return {"input_ids": ids, "mm_token_type_ids": kinds, **pixels}
+
+class _QwenProcessor(_ImagesAlone):
+    def patterns(self, pixels: dict[str, torch.Tensor]) -> list[str]:
+        return ["<one>" * (int(grid.prod()) // 4) for grid in pixels["image_grid_thw"]]
+
+    def __call__(self, **given: Any) -> dict[str, torch.Tensor]:
+        made = super().__call__(**given)
+        image = self.tokenizer.convert_tokens_to_ids("<image>")
+        return {**made, "mm_token_type_ids": (made["input_ids"] == image).int()}
 
 
 def _tokenizer_of_tiles() -> PreTrainedTokenizerFast:

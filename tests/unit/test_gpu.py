@@ -19,18 +19,8 @@ FILES = sorted(Path(__file__).parent.glob("*/gpu/test_*.py"))
 LONG = {
     f"test_gpu_{name}"
     for name in (
-        *(
-            "codec",
-            "decode",
-            "draw",
-            "engines",
-            "methods",
-            "mixed_graphs",
-            "prefill",
-            "resume",
-            "scores",
-        ),
-        "select",
+        *("codec", "decode", "draw", "engines", "methods"),
+        *("mixed_graphs", "prefill", "resume", "scores", "select"),
     )
 }
 """Files that take so long that only ``make interpreter`` runs them."""

@@ -1,13 +1,13 @@
 """Placeholders of images, and keys that tell images apart."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from triptych.core.errors import RequestError
 from triptych.core.images import (
     KEY_TOKENS,
+    Fixed,
     Image,
     ImageLayout,
     ImageSpan,
@@ -19,7 +19,7 @@ from triptych.core.images import (
 )
 from triptych.core.messages import Request, Sampling
 
-LAYOUT = ImageLayout(placeholder=9, feature_bytes=20, patterns={"0x0": (3, *[9] * 5, 4)})
+LAYOUT = ImageLayout(placeholder=9, feature_bytes=20, rule=Fixed(tokens=(3, *[9] * 5, 4)))
 
 
 def image(seed: int) -> Image:
@@ -39,8 +39,11 @@ def test_an_image_of_tiles_has_features_with_labels_between_them() -> None:
     layout = ImageLayout(
         placeholder=9,
         feature_bytes=20,
-        patterns={"1x2": (3, 9, 9, 4, 9, 9, 5), "2x1": (9, 6, 9)},
-        rule=Tiling(longest_edge=4, tile=2),
+        rule=Tiling(
+            longest_edge=4,
+            tile=2,
+            patterns={"1x2": (3, 9, 9, 4, 9, 9, 5), "2x1": (9, 6, 9)},
+        ),
     )
     wide, tall = Image.of(2, 1, bytes(6)), Image.of(1, 2, bytes(6))
     tokens, (first, second) = expand_images([9, 9], [wide, tall], layout)
@@ -102,7 +105,6 @@ def test_positions_behind_an_image_with_a_grid_go_on_after_its_longer_edge() -> 
         placeholder=9,
         feature_bytes=4,
         rule=Resizing(unit=2, least_pixels=4, most_pixels=400),
-        has_grid_positions=True,
     )
     tokens, spans = expand_images([1, 9, 2], [Image.of(6, 4, bytes(72))], layout)
     assert (spans[0].grid, spans[0].start, len(tokens)) == ((2, 3), 1, 8)
@@ -112,9 +114,6 @@ def test_positions_behind_an_image_with_a_grid_go_on_after_its_longer_edge() -> 
 
 
 def test_pixels_are_those_that_the_tower_reads() -> None:
-    tiles = Tiling(longest_edge=4, tile=2)
-    layout = ImageLayout(placeholder=9, feature_bytes=4, rule=tiles)
-    assert layout.pixels(100, 50) == (1 * 2 + 1) * 4
-    resized = Resizing(unit=2, least_pixels=4, most_pixels=64)
-    assert replace(layout, rule=resized).pixels(100, 100) == 64
-    assert replace(layout, rule=None).pixels(100, 50) == 5000
+    assert Tiling(longest_edge=4, tile=2).pixels(100, 50) == (1 * 2 + 1) * 4
+    assert Resizing(unit=2, least_pixels=4, most_pixels=64).pixels(100, 100) == 64
+    assert Fixed(tokens=(9,)).pixels(100, 50) == 5000

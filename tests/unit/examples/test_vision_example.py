@@ -14,7 +14,7 @@ from triptych.core.config import AppConfig
 from triptych.core.images import Image
 from triptych.core.messages import Sampling
 from triptych.workers.local import LocalServer
-from triptych.workers.models.vision.vision_processor import VisionProcessor
+from triptych.workers.models.vision.vision_processor import read_processor
 from triptych.workers.models.vision.vision_tower import VisionTower
 
 
@@ -65,7 +65,7 @@ def test_the_committed_model_answers_over_the_stages_as_in_transformers(tmp_path
     images = [Image.of(*one.image.size, one.image.tobytes()) for one, _ in asked]
     rgb = np.stack([np.asarray(one.image) for one, _ in asked])
     pixels = torch.from_numpy(rgb).permute(0, 3, 1, 2).float() / 127.5 - 1
-    made = VisionProcessor.read(path).pixel_values(images)["pixel_values"]
+    made = read_processor(path).pixel_values(images)["pixel_values"]
     torch.testing.assert_close(made, pixels, atol=1e-5, rtol=0)
     tower = VisionTower.read(path, "float32", torch.device("cpu"))
     (found,) = tower.encode(images[:1])

@@ -1,8 +1,7 @@
 """Images of prompts: which tokens stand for them, their places, segments, and keys."""
 
 from triptych.core.images.image_layout import (
-    WHOLE,
-    Grid,
+    Fixed,
     ImageLayout,
     Resizing,
     Rows,
@@ -12,7 +11,9 @@ from triptych.core.images.image_layout import (
 from triptych.core.images.image_spans import (
     IMAGE,
     KEY_TOKENS,
+    NO_GRID,
     TEXT,
+    Grid,
     Image,
     ImageSpan,
     Modality,
@@ -26,8 +27,9 @@ from triptych.core.images.image_spans import (
 __all__ = [
     "IMAGE",
     "KEY_TOKENS",
+    "NO_GRID",
     "TEXT",
-    "WHOLE",
+    "Fixed",
     "Grid",
     "Image",
     "ImageLayout",

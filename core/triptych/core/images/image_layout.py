@@ -1,22 +1,55 @@
 """Which tokens stand for an image in the prompts of a model, by the size of the image."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor, sqrt
 
 from triptych.core.errors import RequestError
-from triptych.core.images.image_spans import Image, ImageSpan
+from triptych.core.images.image_spans import NO_GRID, Grid, Image, ImageSpan
 
-Grid = tuple[int, int]
-"""Rows and columns of the tiles of an image, or of its features; (0, 0): it is not split."""
-WHOLE: Grid = (0, 0)
 MOST_RATIO = 200
 """How many times longer one edge of a resized image may be than the other."""
 
 
+class ImageRule(ABC):
+    """How a family of models turns images into tokens."""
+
+    @abstractmethod
+    def pattern(self, placeholder: int, width: int, height: int) -> tuple[int, ...]:
+        """The tokens of an image of some size, in pixels: placeholders, and what is around them.
+
+        Raises: RequestError for an image that the model cannot read
+        """
+
+    @abstractmethod
+    def pixels(self, width: int, height: int) -> int:
+        """Pixels that the vision tower reads of an image. Raises: RequestError, as ``pattern``"""
+
+    def rotary_grid(self, width: int, height: int) -> Grid:
+        """Rows and columns, if rotary positions of an image count them; else ``NO_GRID``."""
+        return NO_GRID
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
-    """How large images are split: the model reads square tiles, and then the whole image.
+class Fixed(ImageRule):
+    """Every image is resized to the same size, and has the same tokens.
+
+    Source: LLaVA
+    """
+
+    tokens: tuple[int, ...]
+
+    def pattern(self, placeholder: int, width: int, height: int) -> tuple[int, ...]:
+        return self.tokens
+
+    def pixels(self, width: int, height: int) -> int:
+        return width * height
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling(ImageRule):
+    """Images are split: the model reads square tiles, and then the whole image.
 
     An image is resized so that its longest edge has ``longest_edge`` pixels, and then so that both
     edges are multiples of ``tile`` pixels.
@@ -26,9 +59,11 @@ class Tiling:
 
     longest_edge: int
     tile: int
+    patterns: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    """The tokens of an image by its tiles, as in ``"2x3"``: two rows of three."""
 
     def grid(self, width: int, height: int) -> Grid:
-        """The tiles of an image of some size, in pixels.
+        """Rows and columns of the tiles of an image; ``NO_GRID`` if it is not split.
 
         >>> one = Tiling(longest_edge=2048, tile=512)
         >>> one.grid(640, 480), one.grid(100, 100), one.grid(30, 500)
@@ -41,22 +76,25 @@ class Tiling:
         along = _other_edge(across * self.tile, *sides)
         down = max(1, ceil(along / self.tile))
         if across == down == 1:
-            return WHOLE
+            return NO_GRID
         return (down, across) if width >= height else (across, down)
-
-    def pixels(self, grid: Grid) -> int:
-        """Pixels that are read of an image with this grid."""
-        rows, columns = grid
-        return (rows * columns + 1) * self.tile * self.tile
 
     @property
     def grids(self) -> list[Grid]:
         """All that images can have."""
         most = ceil(self.longest_edge / self.tile)
         if most == 1:
-            return [WHOLE]
+            return [NO_GRID]
         flat = [(down, most) for down in range(1, most + 1)]
         return [*flat, *((most, down) for down in range(1, most))]
+
+    def pattern(self, placeholder: int, width: int, height: int) -> tuple[int, ...]:
+        rows, columns = self.grid(width, height)
+        return self.patterns[f"{rows}x{columns}"]
+
+    def pixels(self, width: int, height: int) -> int:
+        rows, columns = self.grid(width, height)
+        return (rows * columns + 1) * self.tile * self.tile
 
 
 def _other_edge(longest: int, width: int, height: int) -> int:
@@ -69,31 +107,42 @@ def _other_edge(longest: int, width: int, height: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resizing:
-    """How images keep their shape: both edges become multiples of ``unit`` pixels.
+class _Squares(ImageRule):
+    """A feature stands for a square of ``unit`` pixels."""
 
-    An image has at least ``least_pixels`` then and at most ``most_pixels``, and a feature for each
-    square of ``unit`` pixels.
+    unit: int
+
+    @abstractmethod
+    def grid(self, width: int, height: int) -> Grid:
+        """Rows and columns of the features of an image. Raises: RequestError for a narrow one"""
+
+    def pixels(self, width: int, height: int) -> int:
+        rows, columns = self.grid(width, height)
+        return rows * columns * self.unit * self.unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resizing(_Squares):
+    """Images keep their shape: both edges become multiples of ``unit`` pixels.
+
+    An image has at least ``least_pixels`` then and at most ``most_pixels``. Rotary positions count
+    its rows and columns (M-RoPE).
 
     Source: Qwen2-VL (transformers' ``smart_resize``)
     """
 
-    unit: int
     least_pixels: int
     most_pixels: int
 
     def grid(self, width: int, height: int) -> Grid:
-        """Rows and columns of the features of an image of some size, in pixels.
-
-        Raises: RequestError for one that is too narrow
+        """Rows and columns of the features of an image. Raises: RequestError for a narrow one
 
         >>> Resizing(unit=28, least_pixels=3136, most_pixels=1003520).grid(640, 480)
         (17, 23)
         """
         if max(width, height) > MOST_RATIO * min(width, height):
-            size = f"an image of {width} x {height} pixels"
             limit = f"one edge may be {MOST_RATIO} times as long as the other"
-            raise RequestError(f"{size}: {limit}; cut it", "messages")
+            raise _too_narrow(width, height, limit)
         rows, columns = round(height / self.unit), round(width / self.unit)
         area, pixels = self.unit * self.unit, width * height
         if rows * columns * area > self.most_pixels:
@@ -104,53 +153,50 @@ class Resizing:
             rows, columns = (ceil(edge * ratio / self.unit) for edge in (height, width))
         return rows, columns
 
-    def pixels(self, grid: Grid) -> int:
-        """Pixels that are read of an image with this grid."""
-        rows, columns = grid
-        return rows * columns * self.unit * self.unit
+    def rotary_grid(self, width: int, height: int) -> Grid:
+        return self.grid(width, height)
+
+    def pattern(self, placeholder: int, width: int, height: int) -> tuple[int, ...]:
+        rows, columns = self.grid(width, height)
+        return (placeholder,) * (rows * columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """How images that are no larger than a limit are read row by row, each with a token behind it.
+class Rows(_Squares):
+    """Images are read row by row, with a token behind each row.
 
-    A feature stands for a square of ``unit`` pixels; edges are filled up to whole squares.
+    Larger ones than ``longest_edge`` pixels are reduced; edges are filled up to whole squares.
 
     Source: Pixtral (transformers' ``get_resize_output_image_size``)
     """
 
-    unit: int
     longest_edge: int
-    """Pixels. Larger images are reduced."""
     row_end: int
     """Token behind each row but the last."""
     image_end: int
     """Token behind the last row."""
 
     def grid(self, width: int, height: int) -> Grid:
-        """Rows and columns of the features of an image of some size, in pixels.
-
-        Raises: RequestError for one that is too narrow
-        """
         ratio = max(height / self.longest_edge, width / self.longest_edge)
         reduced = [floor(edge / ratio) if ratio > 1 else edge for edge in (height, width)]
         if min(reduced) < 1:
-            size = f"an image of {width} x {height} pixels"
             limit = f"nothing of it is left at {self.longest_edge} pixels"
-            raise RequestError(f"{size}: {limit}; cut it", "messages")
+            raise _too_narrow(width, height, limit)
         rows, columns = ((edge - 1) // self.unit + 1 for edge in reduced)
         return rows, columns
 
-    def pixels(self, grid: Grid) -> int:
-        """Pixels that are read of an image with this grid."""
-        rows, columns = grid
-        return rows * columns * self.unit * self.unit
+    def pattern(self, placeholder: int, width: int, height: int) -> tuple[int, ...]:
+        return self.tokens_of(placeholder, self.grid(width, height))
 
-    def pattern(self, placeholder: int, grid: Grid) -> tuple[int, ...]:
-        """The tokens of an image with this grid."""
+    def tokens_of(self, placeholder: int, grid: Grid) -> tuple[int, ...]:
+        """The tokens of an image with some rows and columns."""
         rows, columns = grid
         row = (placeholder,) * columns
         return (*((*row, self.row_end) * (rows - 1)), *row, self.image_end)
+
+
+def _too_narrow(width: int, height: int, limit: str) -> RequestError:
+    return RequestError(f"an image of {width} x {height} pixels: {limit}; cut it", "messages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,50 +204,21 @@ class ImageLayout:
     """The tokens of images in prompts of one model."""
 
     placeholder: int
-    """Token id that the chat template writes once for an image."""
+    """Token id that the chat template writes once for an image; in a prompt, one for a feature."""
     feature_bytes: int
-    """Bytes of one feature. A placeholder of a prompt stands for one."""
-    patterns: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """The tokens of an image by its grid of tiles, as in ``"2x3"``: placeholders, and what is
-    around them and between those of two tiles. Only for tiles, and if there is no rule."""
-    rule: Tiling | Resizing | Rows | None = None
-    """What the size of an image decides; None: nothing."""
-    has_grid_positions: bool = False
-    """Whether rotary positions of an image count rows and columns (M-RoPE of Qwen2-VL)."""
+    """Bytes of one feature."""
+    rule: Fixed | Tiling | Resizing | Rows
 
     def pattern(self, width: int, height: int) -> tuple[int, ...]:
-        """The tokens of an image of some size.
-
-        Raises: RequestError for an image that this model cannot read
-        """
-        grid = rows, columns = self._grid(width, height)
-        match self.rule:
-            case Resizing():
-                return (self.placeholder,) * (rows * columns)
-            case Rows():
-                return self.rule.pattern(self.placeholder, grid)
-            case _:
-                return self.patterns[f"{rows}x{columns}"]
+        """As ``ImageRule.pattern``."""
+        return self.rule.pattern(self.placeholder, width, height)
 
     def features(self, width: int, height: int) -> int:
         """Number of features of an image of some size. Raises: RequestError, as ``pattern``"""
         return self.pattern(width, height).count(self.placeholder)
 
-    def pixels(self, width: int, height: int) -> int:
-        """Pixels that the vision tower reads of an image of some size; without a rule, its own.
-
-        Raises: RequestError, as ``pattern``
-        """
-        if self.rule is None:
-            return width * height
-        return self.rule.pixels(self.rule.grid(width, height))
-
-    def span(self, image: Image, first: int) -> ImageSpan:
-        """The features of an image whose pattern begins at a position of a prompt.
-
-        Raises: RequestError, as ``pattern``
-        """
-        pattern = self.pattern(image.width, image.height)
+    def span(self, image: Image, pattern: Sequence[int], first: int) -> ImageSpan:
+        """An image in a prompt in which its ``pattern`` begins at the position ``first``."""
         runs = _runs(pattern, self.placeholder, first)
         return ImageSpan(
             runs=runs,
@@ -209,11 +226,8 @@ class ImageLayout:
             width=image.width,
             height=image.height,
             feature_bytes=self.feature_bytes * sum(count for _, count in runs),
-            grid=self._grid(image.width, image.height) if self.has_grid_positions else (0, 0),
+            grid=self.rule.rotary_grid(image.width, image.height),
         )
-
-    def _grid(self, width: int, height: int) -> Grid:
-        return WHOLE if self.rule is None else self.rule.grid(width, height)
 
 
 def expand_images(
@@ -239,8 +253,9 @@ def expand_images(
             expanded.append(token)
             continue
         image = next(rest)
-        spans.append(layout.span(image, len(expanded)))
-        expanded += layout.pattern(image.width, image.height)
+        pattern = layout.pattern(image.width, image.height)
+        spans.append(layout.span(image, pattern, len(expanded)))
+        expanded += pattern
     return expanded, tuple(spans)
 
 

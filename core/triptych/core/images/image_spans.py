@@ -19,6 +19,10 @@ LEAST_KEY = 1 << 30
 RGB = 3
 """Bytes of a pixel."""
 
+Grid = tuple[int, int]
+"""Rows and columns."""
+NO_GRID: Grid = (0, 0)
+
 Modality = Literal["text", "image"]
 TEXT: Modality = "text"
 IMAGE: Modality = "image"
@@ -38,9 +42,9 @@ class ImageSpan:
     """Pixels."""
     feature_bytes: int
     """Bytes of its features."""
-    grid: tuple[int, int] = (0, 0)
-    """Rows and columns of its features, for models whose rotary positions of images count both;
-    (0, 0): positions count tokens."""
+    grid: Grid = NO_GRID
+    """Of its features, for models whose rotary positions of images count rows and columns; else
+    ``NO_GRID``."""
 
     def __post_init__(self) -> None:
         places = [edge for first, count in self.runs for edge in (first, first + count)]
@@ -49,7 +53,7 @@ class ImageSpan:
         if places != sorted(places):
             raise ValueError(f"the features of an image overlap: {self.runs}")
         rows, columns = self.grid
-        if (rows, columns) != (0, 0) and (rows < 1 or rows * columns != self.tokens):
+        if self.grid != NO_GRID and (rows < 1 or rows * columns != self.tokens):
             raise ValueError(f"{self.tokens} tokens are no {rows} x {columns} features")
 
     @property

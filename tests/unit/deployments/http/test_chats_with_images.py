@@ -10,7 +10,7 @@ from tests.tiny_vision import TEMPLATE, data_uri, random_images
 from tests.unit.deployments.http.conftest import FakeEngine
 from triptych.core.config import IngressConfig
 from triptych.core.errors import PromptTooLong, RequestError
-from triptych.core.images import ImageLayout
+from triptych.core.images import Fixed, ImageLayout
 from triptych.deployments.http import ModelCard
 from triptych.deployments.http.openai.protocol import ChatBody, validate
 from triptych.deployments.http.openai.request_builder import Job, RequestBuilder
@@ -32,8 +32,8 @@ def chat(content: object, *, reads_images: bool = True, **more: object) -> Job:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.chat_template = TEMPLATE
-    pattern = (PLACEHOLDER,) * 6
-    layout = ImageLayout(placeholder=PLACEHOLDER, feature_bytes=20, patterns={"0x0": pattern})
+    rule = Fixed(tokens=(PLACEHOLDER,) * 6)
+    layout = ImageLayout(placeholder=PLACEHOLDER, feature_bytes=20, rule=rule)
     card = ModelCard(name="tiny", context_tokens=200, window_tokens=100, created=0, images=layout)
     builder = RequestBuilder(
         engine=FakeEngine(letters=[]),

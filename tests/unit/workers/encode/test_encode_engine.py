@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.core.images import Image, ImageLayout, ImageSpan
+from triptych.core.images import Fixed, Image, ImageLayout, ImageSpan
 from triptych.core.messages import (
     ROUTER,
     EncodeImages,
@@ -23,7 +23,7 @@ from triptych.workers.encode.encode_engine import PIXELS_WAIT_S, EncodeEngine
 from triptych.workers.encode.feature_cache import FeatureCache
 from triptych.workers.kv.feature_pages import read_features
 
-LAYOUT = ImageLayout(placeholder=9, feature_bytes=16, patterns={"0x0": (9, 9, 9)})
+LAYOUT = ImageLayout(placeholder=9, feature_bytes=16, rule=Fixed(tokens=(9, 9, 9)))
 BATCH_PIXELS = 10
 
 

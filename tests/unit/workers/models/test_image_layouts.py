@@ -1,5 +1,6 @@
 """Grids of images against transformers' processors, and models whose rule is another one."""
 
+import json
 from pathlib import Path
 from random import Random
 
@@ -13,9 +14,11 @@ from transformers.models.pixtral.image_processing_pil_pixtral import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from tests.tiny_vision import save_tiny_idefics3_with_tiles
-from triptych.core.errors import RequestError
+from tests.tiny_vision import save_tiny_idefics3_with_tiles, save_tiny_qwen2_vl
+from triptych.core.errors import ModelError, RequestError
 from triptych.core.images import Resizing, Rows, Tiling
+from triptych.workers.compress.learned.rope_frame import RopeFrame
+from triptych.workers.models.facts import describe
 from triptych.workers.models.vision.vision_processor import observe_vision
 
 LONGEST, TILE = 40, 10
@@ -62,7 +65,7 @@ def test_rows_are_those_of_transformers() -> None:
             continue
         with pytest.raises(RequestError, match="nothing of it is left"):
             ours.grid(width, height)
-    assert ours.pattern(9, (2, 3)) == (9, 9, 9, 7, 9, 9, 9, 8)
+    assert ours.tokens_of(9, (2, 3)) == (9, 9, 9, 7, 9, 9, 9, 8)
 
 
 def test_a_model_with_another_rule_reads_no_images(
@@ -77,4 +80,21 @@ def test_a_model_with_another_rule_reads_no_images(
     monkeypatch.setattr(Tiling, "grid", other_grid)
     found = observe_vision(model)
     assert found.layout is None
-    assert "another rule" in found.reason
+    assert "other tokens" in found.reason
+
+
+def test_positions_by_row_and_column_need_fused_layers(tmp_path: Path) -> None:
+    """transformers' layers of the text part alone would take three positions for three prompts."""
+    model = save_tiny_qwen2_vl(tmp_path)
+    assert observe_vision(model).layout is not None
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["hidden_act"] = "gelu"
+    (model / "config.json").write_text(json.dumps(config))
+    found = observe_vision(model)
+    assert found.layout is None
+    assert "fused" in found.reason
+
+
+def test_learned_compression_refuses_positions_by_row_and_column(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="M-RoPE"):
+        RopeFrame.of(describe(save_tiny_qwen2_vl(tmp_path)))

@@ -80,7 +80,7 @@ class _Work:
 
 @dataclass
 class EncodeEngine:
-    """The engine of the encode stage: batches of images, up to ``max_batch_pixels`` read pixels.
+    """The engine of the encode stage: encodes images in batches of ``max_batch_pixels`` pixels.
 
     The ingress sends pixels when they are asked for, so images whose features are cached are not
     sent at all. An image that several requests need, or that a request has twice, is encoded once.
@@ -263,7 +263,7 @@ class EncodeEngine:
         """The next images, up to ``max_batch_pixels``; one that is larger comes alone."""
         batch, pixels = list[tuple[ImageKey, Image]](), 0
         for key, image in self._queue.items():
-            pixels += self.tower.layout.pixels(image.width, image.height)
+            pixels += self.tower.layout.rule.pixels(image.width, image.height)
             if batch and pixels > self.max_batch_pixels:
                 break
             batch.append((key, image))

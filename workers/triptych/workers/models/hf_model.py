@@ -100,7 +100,7 @@ class HFModel:
         try:
             out = self.model(
                 **inputs,
-                position_ids=positions.unsqueeze(-2),
+                position_ids=positions.unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=logits_at,
             )

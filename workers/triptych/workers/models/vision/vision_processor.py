@@ -1,10 +1,11 @@
 # transformers leaves processors untyped; only this module calls them.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""transformers' processor of a vision-language model: prompts and pixel values of images."""
+"""Image processors of model families: pixel values, and the tokens that stand for an image."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,13 +14,11 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoProcessor, Idefics3Processor
 
 from triptych.core.errors import ModelError
-from triptych.core.images import WHOLE, Grid, Image, ImageLayout, Resizing, Rows, Tiling
+from triptych.core.images import NO_GRID, Fixed, Image, ImageLayout, Resizing, Rows, Tiling
+from triptych.workers.models.facts import describe
 from triptych.workers.models.pretrained import read_config, read_tokenizer, readable
 from triptych.workers.models.vision.vision_traits import VisionTraits
 
-QWEN = ("qwen2_vl", "qwen2_5_vl")
-FAMILIES = ("llava", "idefics3", "smolvlm", "mistral3", *QWEN)
-"""Model types whose images are read. All tokens of theirs attend to those before them alone."""
 GRID = ("rows", "cols")
 """What a processor tells about split images; towers do not read it."""
 PROBES = ((48, 64), (200, 90), (100, 100), (640, 480), (333, 1000), (20, 700), (1000, 37))
@@ -29,19 +28,13 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True)
-class VisionProcessor:
-    """A model's processor."""
+class VisionProcessor(ABC):
+    """A model's processor of images."""
 
-    processor: Any
-
-    @classmethod
-    def read(cls, path: Path) -> "VisionProcessor":
-        """Raises: ModelError"""
-        with readable(path, "no usable processor of images"):
-            processor = _processor(path)
-        if getattr(processor, "image_processor", None) is None:
-            raise ModelError(f"{path}: no preprocessor_config.json or processor_config.json")
-        return cls(processor)
+    image_processor: Any
+    """Of transformers."""
+    options: Mapping[str, object] = field(default_factory=dict[str, object], kw_only=True)
+    """What it is called with."""
 
     def pixel_values(self, images: Sequence[Image]) -> Mapping[str, Tensor]:
         """Inputs of the vision tower: resized and normalised, as the model's files say."""
@@ -49,104 +42,141 @@ class VisionProcessor:
             Pillow.frombuffer("RGB", (one.width, one.height), one.rgb, "raw", "RGB", 0, 1)
             for one in images
         ]
-        options = getattr(self.processor, "image_options", {})
-        made = self.processor.image_processor(images=given, return_tensors="pt", **options)
-        found = cast("Mapping[str, Tensor]", dict(made))
+        found = self._processed(given)
         return {name: value for name, value in found.items() if name not in GRID}
 
-    def tokens_of(self, width: int, height: int) -> list[int]:
-        """The tokens that stand for an image of some size."""
-        image = Pillow.new("RGB", (width, height))
-        name: str = self.processor.image_token
-        made = self.processor(
-            text=[name], images=[image], text_kwargs={"add_special_tokens": False}
-        )
+    def _processed(self, images: Sequence[Pillow.Image]) -> Mapping[str, Tensor]:
+        made = self.image_processor(images=list(images), return_tensors="pt", **self.options)
+        return cast("Mapping[str, Tensor]", dict(made))
+
+    @property
+    @abstractmethod
+    def rule(self) -> Fixed | Tiling | Resizing | Rows:
+        """Which tokens stand for an image of some size, as the server computes it."""
+
+    @abstractmethod
+    def tokens_of(self, image: Pillow.Image) -> Sequence[int]:
+        """Which tokens transformers puts into a prompt for an image."""
+
+
+@dataclass(frozen=True)
+class TextAndImages(VisionProcessor):
+    """transformers' processor as a whole: LLaVA, Idefics3, and SmolVLM without videos."""
+
+    whole: Any
+
+    @property
+    def rule(self) -> Fixed | Tiling:
+        made = self.image_processor
+        if not getattr(made, "do_image_splitting", False):
+            return Fixed(tokens=tuple(self.tokens_of(_blank(PROBES[0]))))
+        longest, tile = made.size["longest_edge"], made.max_image_size["longest_edge"]
+        tiling = Tiling(longest_edge=int(longest), tile=int(tile))
+        patterns = {
+            f"{rows}x{columns}": self._tiled(rows, columns) for rows, columns in tiling.grids
+        }
+        return replace(tiling, patterns=patterns)
+
+    def tokens_of(self, image: Pillow.Image) -> Sequence[int]:
+        name: str = self.whole.image_token
+        made = self.whole(text=[name], images=[image], text_kwargs={"add_special_tokens": False})
         return list(made["input_ids"][0])
 
+    def _tiled(self, rows: int, columns: int) -> tuple[int, ...]:
+        text = self.whole.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
+        return tuple(self.whole.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@dataclass(frozen=True)
+class ImagesAlone(VisionProcessor):
+    """The image processor of a family whose whole processor needs packages that read videos."""
+
+    placeholder: int
+
+
+class QwenImages(ImagesAlone):
+    """Qwen2-VL and Qwen2.5-VL."""
+
     @property
-    def rule(self) -> Tiling | Resizing | Rows | None:
-        """What the size of an image decides; None: nothing."""
-        made = self.processor.image_processor
-        if isinstance(self.processor, _QwenImages):
-            return Resizing(
-                unit=int(made.patch_size * made.merge_size),
-                least_pixels=int(made.size["shortest_edge"]),
-                most_pixels=int(made.size["longest_edge"]),
-            )
-        if isinstance(self.processor, _PixtralImages):
-            return self.processor.rows
-        if not getattr(made, "do_image_splitting", False):
-            return None
-        longest, tile = made.size["longest_edge"], made.max_image_size["longest_edge"]
-        return Tiling(longest_edge=int(longest), tile=int(tile))
+    def rule(self) -> Resizing:
+        made = self.image_processor
+        return Resizing(
+            unit=int(made.patch_size * made.merge_size),
+            least_pixels=int(made.size["shortest_edge"]),
+            most_pixels=int(made.size["longest_edge"]),
+        )
 
-    def tokens_of_grid(self, rows: int, columns: int) -> list[int]:
-        """The tokens that stand for an image of so many tiles."""
-        text = self.processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
-        return list(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def tokens_of(self, image: Pillow.Image) -> Sequence[int]:
+        patches = int(self._processed([image])["image_grid_thw"].prod())
+        return [self.placeholder] * (patches // self.image_processor.merge_size**2)
 
 
 @dataclass(frozen=True)
-class _QwenImages:
-    """The part of Qwen2-VL's processor that is about images."""
+class PixtralImages(ImagesAlone):
+    """Mistral 3."""
 
-    image_processor: Any
-    image_token_id: int
-
-    image_token = ""
-
-    def __call__(self, *, images: Sequence[Pillow.Image], **_: object) -> Mapping[str, Any]:
-        """As transformers' processor does with a prompt of one image."""
-        made = self.image_processor(images=list(images), return_tensors="pt")
-        count = int(made["image_grid_thw"].prod()) // self.image_processor.merge_size**2
-        return {"input_ids": [[self.image_token_id] * count]}
-
-
-@dataclass(frozen=True)
-class _PixtralImages:
-    """The part of Pixtral's processor that is about images."""
-
-    image_processor: Any
-    image_token_id: int
     rows: Rows
 
-    image_token = ""
-
     @property
-    def image_options(self) -> Mapping[str, object]:
-        return {"patch_size": self.rows.unit}
+    def rule(self) -> Rows:
+        return self.rows
 
-    def __call__(self, *, images: Sequence[Pillow.Image], **_: object) -> Mapping[str, Any]:
-        """As transformers' processor does with a prompt of one image."""
-        made = self.image_processor(images=list(images), **self.image_options)
-        height, width = made["image_sizes"][0]
+    def tokens_of(self, image: Pillow.Image) -> Sequence[int]:
+        height, width = self._processed([image])["image_sizes"][0]
         grid = int(height) // self.rows.unit, int(width) // self.rows.unit
-        return {"input_ids": [self.rows.pattern(self.image_token_id, grid)]}
+        return self.rows.tokens_of(self.placeholder, grid)
 
 
-def _processor(path: Path) -> Any:
-    """A model's processor; for some families without parts that need more packages."""
-    config = read_config(path)
-    if config.model_type == "mistral3":
-        images, tokenizer = AutoImageProcessor.from_pretrained(path, **LOCAL), read_tokenizer(path)
-        rows = Rows(
-            unit=int(config.vision_config.patch_size * config.spatial_merge_size),
-            longest_edge=int(images.size["longest_edge"]),
-            row_end=cast("int", tokenizer.convert_tokens_to_ids("[IMG_BREAK]")),
-            image_end=cast("int", tokenizer.convert_tokens_to_ids("[IMG_END]")),
-        )
-        return _PixtralImages(images, int(config.image_token_id), rows)
-    if config.model_type in QWEN:
-        images = AutoImageProcessor.from_pretrained(path, **LOCAL)
-        return _QwenImages(images, int(config.image_token_id))
-    if config.model_type == "smolvlm":
-        settings, _ = Idefics3Processor.get_processor_dict(path, **LOCAL)
-        return Idefics3Processor(
-            AutoImageProcessor.from_pretrained(path, **LOCAL),
-            read_tokenizer(path),
-            image_seq_len=int(settings["image_seq_len"]),
-        )
-    return AutoProcessor.from_pretrained(path, **LOCAL)
+def _read_whole(path: Path) -> VisionProcessor:
+    whole: Any = AutoProcessor.from_pretrained(path, **LOCAL)
+    return TextAndImages(getattr(whole, "image_processor", None), whole)
+
+
+def _read_smolvlm(path: Path) -> VisionProcessor:
+    """Idefics3's processor does the same with images as SmolVLM's, which needs more packages."""
+    settings, _ = Idefics3Processor.get_processor_dict(path, **LOCAL)
+    images = AutoImageProcessor.from_pretrained(path, **LOCAL)
+    count = int(settings["image_seq_len"])
+    whole = Idefics3Processor(images, read_tokenizer(path), image_seq_len=count)
+    return TextAndImages(images, whole)
+
+
+def _read_qwen(path: Path) -> VisionProcessor:
+    images = AutoImageProcessor.from_pretrained(path, **LOCAL)
+    return QwenImages(images, int(read_config(path).image_token_id))
+
+
+def _read_pixtral(path: Path) -> VisionProcessor:
+    config, tokenizer = read_config(path), read_tokenizer(path)
+    images = AutoImageProcessor.from_pretrained(path, **LOCAL)
+    rows = Rows(
+        unit=int(config.vision_config.patch_size * config.spatial_merge_size),
+        longest_edge=int(images.size["longest_edge"]),
+        row_end=cast("int", tokenizer.convert_tokens_to_ids("[IMG_BREAK]")),
+        image_end=cast("int", tokenizer.convert_tokens_to_ids("[IMG_END]")),
+    )
+    options = {"patch_size": rows.unit}
+    return PixtralImages(images, int(config.image_token_id), rows, options=options)
+
+
+FAMILIES: Mapping[str, Callable[[Path], VisionProcessor]] = {
+    "llava": _read_whole,
+    "idefics3": _read_whole,
+    "smolvlm": _read_smolvlm,
+    "qwen2_vl": _read_qwen,
+    "qwen2_5_vl": _read_qwen,
+    "mistral3": _read_pixtral,
+}
+"""Model types whose images are read. All tokens of theirs attend to those before them alone."""
+
+
+def read_processor(path: Path) -> VisionProcessor:
+    """The processor of a model of one of ``FAMILIES``. Raises: ModelError"""
+    with readable(path, "no usable processor of images"):
+        processor = FAMILIES[read_config(path).model_type](path)
+    if processor.image_processor is None:
+        raise ModelError(f"{path}: no preprocessor_config.json or processor_config.json")
+    return processor
 
 
 def observe_vision(path: Path) -> VisionTraits:
@@ -163,32 +193,25 @@ def observe_vision(path: Path) -> VisionTraits:
         return VisionTraits(reason=f"images of {kind} models are not read yet: only of {read}")
     channels = int(config.get_text_config(decoder=True).hidden_size)
     try:
-        processor = VisionProcessor.read(path)
+        processor = read_processor(path)
         with readable(path, "its processor fails"):
-            layout = _layout(processor, int(config.image_token_id), channels)
+            layout = ImageLayout(
+                placeholder=int(config.image_token_id),
+                feature_bytes=channels * FEATURE_ITEM_BYTES,
+                rule=processor.rule,
+            )
             is_right = all(
-                layout.pattern(*size) == tuple(processor.tokens_of(*size)) for size in PROBES
+                layout.pattern(*size) == tuple(processor.tokens_of(_blank(size))) for size in PROBES
             )
     except ModelError as error:
         return VisionTraits(reason=f"this model's images cannot be processed: {error}")
     if not is_right or not layout.features(*PROBES[0]):
-        return VisionTraits(reason="images of this model take tokens by another rule than is known")
+        return VisionTraits(reason=f"images of this model have other tokens than {kind} models")
+    has_grid = layout.rule.rotary_grid(*PROBES[0]) != NO_GRID
+    if has_grid and describe(path).plain is None:
+        return VisionTraits(reason="images of this model need layers that run fused")
     return VisionTraits(layout=layout, channels=channels)
 
 
-def _layout(processor: VisionProcessor, placeholder: int, channels: int) -> ImageLayout:
-    rule = processor.rule
-    match rule:
-        case Tiling():
-            patterns = {grid: processor.tokens_of_grid(*grid) for grid in rule.grids}
-        case Resizing() | Rows():
-            patterns = dict[Grid, list[int]]()
-        case None:
-            patterns = {WHOLE: processor.tokens_of(*PROBES[0])}
-    return ImageLayout(
-        placeholder=placeholder,
-        feature_bytes=channels * FEATURE_ITEM_BYTES,
-        patterns={f"{rows}x{columns}": tuple(one) for (rows, columns), one in patterns.items()},
-        rule=rule,
-        has_grid_positions=isinstance(rule, Resizing),
-    )
+def _blank(size: tuple[int, int]) -> Pillow.Image:
+    return Pillow.new("RGB", size)

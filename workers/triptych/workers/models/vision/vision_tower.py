@@ -16,7 +16,7 @@ from triptych.core.config import DType
 from triptych.core.errors import ModelError
 from triptych.core.images import Image, ImageLayout
 from triptych.workers.models.pretrained import no_progress_bar, read_config, readable
-from triptych.workers.models.vision.vision_processor import VisionProcessor
+from triptych.workers.models.vision.vision_processor import VisionProcessor, read_processor
 from triptych.workers.models.vision.vision_traits import describe_vision
 
 TEXT_PARTS = ("language_model", "text_model")
@@ -44,7 +44,7 @@ class VisionTower:
             raise ModelError(f"{path}: {traits.reason}")
         return cls(
             _without_text(path, dtype).to(device),
-            VisionProcessor.read(path),
+            read_processor(path),
             traits.layout,
             traits.channels,
             device,

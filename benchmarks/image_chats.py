@@ -1,13 +1,16 @@
-"""Image chats on a running server: accuracy by compression method, repeated images, and batches.
+"""Image chats on a running server: accuracy by method, repeated images, batches, and stages.
 
     python -m benchmarks.image_chats accuracy --json benchmarks/results/image_methods.json
     python -m benchmarks.image_chats repeats --json benchmarks/results/image_repeats.json
     python -m benchmarks.image_chats batches --json benchmarks/results/image_batches.json
+    python -m benchmarks.image_chats stages --json benchmarks/results/image_stages.json
 
 ``accuracy`` serves the model of ``examples/vision`` and asks about held-out pictures. ``repeats``
 and ``batches`` also have a tower of the size of SigLIP-B/16 with random weights, since time does
 not depend on weights: each image again with other text before it, so that only its features are
 cached, and with another question behind it; and images encoded eight at a time, next to one by one.
+``stages`` keeps the large tower busy with new images, encoded by workers of their own or by those
+of prefill, in turns.
 """
 
 import argparse
@@ -15,7 +18,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,44 +30,85 @@ from PIL import Image as Pillow
 from transformers import LlavaForConditionalGeneration, SiglipVisionConfig
 
 from benchmarks.server import serving
-from examples.vision.ask import data_uri, measure
-from examples.vision.checkpoint import VISION_FILE, assemble, language_model, new_model, processor
+from examples.vision.ask import WITHOUT, Row, data_uri, measure
+from examples.vision.checkpoint import (
+    IMAGE_TOKENS,
+    VISION_FILE,
+    assemble,
+    language_model,
+    new_model,
+    processor,
+)
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.images import Image
 from triptych.loadgen.report.host import host_info
 from triptych.workers.models.vision.vision_tower import VisionTower
 
 DEFAULT = "uniform:k8v4"
-PRECISIONS = ("uniform:fp16", DEFAULT, "uniform:k8v4/uniform:k4v2")
-"""The first one keeps everything in 16 bits: the others are compared with it."""
+FULL = "uniform:fp16"
+"""Keeps everything in 16 bits: the others are compared with it."""
+PRECISIONS = (FULL, DEFAULT, "uniform:k4v2", "uniform:k4v1")
 RETENTION = ("uniform:k8v4/tova", "uniform:k8v4/snapkv", "uniform:k8v4/knorm")
 """Methods that keep a share of the image tokens."""
+MERGED = "uniform:k8v4/learned:merge"
+"""The method whose network makes one of k image tokens."""
+NETWORKS = tuple(VISION_FILE.with_name(f"merger{tokens}.safetensors") for tokens in (2, 5))
 BASE = SiglipVisionConfig(vision_use_head=False, image_size=224, patch_size=16)
 """86 million parameters, 196 tokens of an image."""
 BATCH = 8
+LARGE = "SigLIP-B/16 at 224, random weights"
+IMAGES, CLIENTS, ANSWER_TOKENS = 3, 8, 16
+"""Of ``stages``: images of a chat, chats at a time, and tokens of an answer."""
+WINDOW_TOKENS = 8
+"""Newest tokens about which no method decides: prompts have 55."""
 
 Rows = list[dict[str, object]]
 
 
 def accuracy(asked: argparse.Namespace, folder: Path) -> Rows:
-    """Right answers, and what they cost, by method."""
-    rows: Rows = []
-    model = assemble(folder / "model")
-    for share in asked.shares:
-        compressor = {
-            "policy": DEFAULT,
-            "methods": [name for name in (*PRECISIONS, *RETENTION) if name != DEFAULT],
-            "image_keep_share": share,
-            "recent_window_tokens": 8,
-        }
-        others = PRECISIONS if share == asked.shares[0] else PRECISIONS[:1]
-        methods = (*others, *RETENTION)
-        with serving(args_of(model, compressor), asked.port, folder) as server:
-            for row in measure(server.url, methods, asked.pictures):
-                keeps = row.method in RETENTION
-                rows.append({"image_keep_share": share, "keeps_a_share": keeps, **asdict(row)})
-                console.print(rows[-1])
-    return rows
+    """Right answers, and what they cost, by method.
+
+    After each network come rules that keep as many tokens of an image as are left behind it.
+    """
+    model, rows = assemble(folder / "model"), list[dict[str, object]]()
+
+    def add(methods: Sequence[str], learned: Sequence[Path] = (), share: float = 1.0) -> Row:
+        found = list(answers(model, methods, learned, share, asked, folder))
+        for row in found:
+            keeps = row.method in (MERGED, *RETENTION)
+            rows.append({"image_keep_share": share, "keeps_a_share": keeps, **asdict(row)})
+            console.print(rows[-1])
+        return found[1]
+
+    add(PRECISIONS)
+    for network in asked.networks:
+        merged = add((FULL, MERGED), [network])
+        share = round(merged.image_tokens / IMAGE_TOKENS, 4)
+        rows[-2]["image_keep_share"] = share
+        add((FULL, *RETENTION), share=share)
+    count = len(PRECISIONS) + 1
+    return [*rows[:count], *(row for row in rows[count:] if row["method"] not in (FULL, WITHOUT))]
+
+
+def answers(
+    model: Path,
+    methods: Sequence[str],
+    learned: Sequence[Path],
+    share: float,
+    asked: argparse.Namespace,
+    folder: Path,
+) -> Iterator[Row]:
+    """Ask a server of its own; the first method is what others are compared with."""
+    compressor = {
+        "policy": DEFAULT,
+        "methods": [one for one in methods if one != DEFAULT],
+        "learned": list(map(str, learned)),
+        "image_keep_share": share,
+        "recent_window_tokens": WINDOW_TOKENS,
+        "high_window_tokens": WINDOW_TOKENS,
+    }
+    with serving(args_of(model, compressor), asked.port, folder) as server:
+        yield from measure(server.url, methods, asked.pictures)
 
 
 def repeats(asked: argparse.Namespace, folder: Path) -> Rows:
@@ -76,9 +121,9 @@ def repeats(asked: argparse.Namespace, folder: Path) -> Rows:
             new, known, after = list[float](), list[float](), list[float]()
             for number in range(1, asked.requests + 1):
                 image = picture(number)
-                new.append(ttft_s(server.url, "", image, f"first of {number}"))
+                new.append(ttft_s(server.url, "", image, question=f"first of {number}"))
                 known.append(ttft_s(server.url, f"{number} again: ", image))
-                after.append(ttft_s(server.url, "", image, f"second of {number}"))
+                after.append(ttft_s(server.url, "", image, question=f"second of {number}"))
         new_ms, known_ms, after_ms = (
             round(1000 * statistics.median(some), 1) for some in (new, known, after)
         )
@@ -94,6 +139,42 @@ def repeats(asked: argparse.Namespace, folder: Path) -> Rows:
             }
         )
     return rows
+
+
+def stages(asked: argparse.Namespace, folder: Path) -> Rows:
+    """Encode workers of their own next to prefill workers that encode, at saturation.
+
+    Each server answers chats with ``IMAGES`` new images, ``CLIENTS`` at a time.
+    """
+    model, rows = models(folder)[LARGE], list[dict[str, object]]()
+    for number in range(2 * asked.rounds):
+        worker = ("own", "prefill")[number % 2]
+        more = {"encode": {"worker": worker}, "decode": {"max_num_seqs": CLIENTS}}
+        with serving(args_of(model, {}) | more, asked.port, folder) as server:
+            ttft_s(server.url, "warm up", picture(0))
+            seeds = range(10_000 * number, 10_000 * number + CLIENTS * asked.requests)
+            began = time.perf_counter()
+            with ThreadPoolExecutor(CLIENTS) as clients:
+                found = list(clients.map(lambda seed, url=server.url: one_chat(url, seed), seeds))
+            seconds = time.perf_counter() - began
+        rows.append(
+            {
+                "encode_worker": worker,
+                "stages": 4 if worker == "own" else 3,
+                "requests": len(found),
+                "requests_per_s": round(len(found) / seconds, 3),
+                "mean_ttft_s": round(statistics.mean(found), 3),
+                "p90_ttft_s": round(statistics.quantiles(found, n=10)[-1], 3),
+            }
+        )
+        console.print(rows[-1])
+    return rows
+
+
+def one_chat(url: str, seed: int) -> float:
+    """TTFT of a chat with new images."""
+    images = [picture(seed * IMAGES + number) for number in range(IMAGES)]
+    return ttft_s(url, "Look at these: ", *images, tokens=ANSWER_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -135,7 +216,7 @@ def models(folder: Path) -> dict[str, Path]:
         model: LlavaForConditionalGeneration = new_model(language, BASE)
         model.save_pretrained(large)
         processor(language, BASE).save_pretrained(large)
-    return {"examples/vision": small, "SigLIP-B/16 at 224, random weights": large}
+    return {"examples/vision": small, LARGE: large}
 
 
 def args_of(model: Path, compressor: dict[str, object]) -> dict[str, object]:
@@ -155,29 +236,37 @@ def as_image(given: Pillow.Image) -> Image:
     return Image.of(*given.size, given.tobytes())
 
 
-def ttft_s(url: str, text: str, image: Pillow.Image, question: str = "What is it?") -> float:
-    """Seconds to the first token of a chat with a text, an image, and a question."""
+def ttft_s(
+    url: str, text: str, *images: Pillow.Image, question: str = "What is it?", tokens: int = 2
+) -> float:
+    """Seconds to the first token of a chat with a text, images, and a question.
+
+    Returns when the answer of ``tokens`` tokens has ended.
+    """
+    pictures = [{"type": "image_url", "image_url": {"url": data_uri(one)}} for one in images]
     parts = [
         *([{"type": "text", "text": text}] if text else []),
-        {"type": "image_url", "image_url": {"url": data_uri(image)}},
+        *pictures,
         {"type": "text", "text": question},
     ]
     body = {
         "model": "vision",
         "messages": [{"role": "user", "content": parts}],
-        "max_tokens": 2,
+        "max_tokens": tokens,
         "ignore_eos": True,
         "stream": True,
     }
-    began = time.perf_counter()
+    began, found = time.perf_counter(), 0.0
     with httpx.stream(
         "POST", f"{url}/v1/chat/completions", json=body, timeout=300, trust_env=False
     ) as response:
         response.raise_for_status()
         for line in response.iter_lines():
-            if line.startswith("data: {") and has_token(line):
-                return time.perf_counter() - began
-    raise RuntimeError("no token")
+            if not found and line.startswith("data: {") and has_token(line):
+                found = time.perf_counter() - began
+    if not found:
+        raise RuntimeError("no token")
+    return found
 
 
 def has_token(line: str) -> bool:
@@ -191,16 +280,20 @@ def cpu_s(run: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
+RUNS = {"accuracy": accuracy, "repeats": repeats, "batches": batches, "stages": stages}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["accuracy", "repeats", "batches"])
+    parser.add_argument("what", choices=list(RUNS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--port", type=int, default=8791)
     parser.add_argument("--pictures", type=int, default=30)
-    parser.add_argument("--requests", type=int, default=10)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.44, 0.2])
+    parser.add_argument("--requests", type=int, default=10, help="of each client of ``stages``")
+    parser.add_argument("--rounds", type=int, default=2, help="of ``stages``")
+    parser.add_argument("--networks", type=Path, nargs="+", default=NETWORKS)
     asked = parser.parse_args()
-    run = {"accuracy": accuracy, "repeats": repeats, "batches": batches}[asked.what]
+    run = RUNS[asked.what]
     with tempfile.TemporaryDirectory() as folder:
         rows = run(asked, Path(folder))
     console.print(make_table(tuple(rows[0]), [tuple(row.values()) for row in rows]))

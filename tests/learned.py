@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from triptych.core.images import IMAGE, TEXT, Modality
 from triptych.core.methods.learned_files import NetworkKind
 from triptych.workers.compress.learned.artefact import ArtefactRecord, write_artefact
 from triptych.workers.compress.learned.chunk_merger import GatedMerger, PaperMerger
@@ -13,6 +14,7 @@ from triptych.workers.compress.learned.token_scorer import TokenScorer
 from triptych.workers.models.facts import describe
 
 CHUNK_TOKENS = 3
+IMAGE_CHUNK_TOKENS = 4
 HIDDEN = 8
 
 
@@ -22,16 +24,18 @@ def networks_beside(model: Path) -> list[str]:
 
 
 def save_networks(model: Path) -> list[str]:
-    """Files of a compressor, one of the variant ``paper``, and a scorer, beside the model."""
+    """Files of a compressor of text, one of images, one of the variant ``paper``, and a scorer,
+    beside the model."""
     facts = describe(model)
     geometry, frame = facts.geometry, RopeFrame.of(facts)
-    networks: dict[NetworkKind, nn.Module] = {
-        "merger": GatedMerger(geometry, CHUNK_TOKENS, HIDDEN),
-        "paper_merger": PaperMerger(geometry, CHUNK_TOKENS),
-        "scorer": TokenScorer(geometry, frame, HIDDEN),
-    }
+    networks: list[tuple[NetworkKind, Modality, int, nn.Module]] = [
+        ("merger", TEXT, CHUNK_TOKENS, GatedMerger(geometry, CHUNK_TOKENS, HIDDEN)),
+        ("merger", IMAGE, IMAGE_CHUNK_TOKENS, GatedMerger(geometry, IMAGE_CHUNK_TOKENS, HIDDEN)),
+        ("paper_merger", TEXT, CHUNK_TOKENS, PaperMerger(geometry, CHUNK_TOKENS)),
+        ("scorer", TEXT, 0, TokenScorer(geometry, frame, HIDDEN)),
+    ]
     paths = list[str]()
-    for kind, network in networks.items():
+    for kind, modality, chunk_tokens, network in networks:
         draw = torch.Generator().manual_seed(3)
         for part in network.parameters():
             part.data += torch.randn(part.shape, generator=draw) * 0.05
@@ -42,9 +46,10 @@ def save_networks(model: Path) -> list[str]:
             config=facts.config,
             geometry=geometry,
             hidden=0 if kind == "paper_merger" else HIDDEN,
-            chunk_tokens=0 if kind == "scorer" else CHUNK_TOKENS,
+            chunk_tokens=chunk_tokens,
+            modality=modality,
         )
-        path = model.with_name(f"{model.name}.{kind}.safetensors")
+        path = model.with_name(f"{model.name}.{modality}.{kind}.safetensors")
         write_artefact(path, record, network)
         paths.append(str(path))
     return paths

@@ -18,6 +18,11 @@ from transformers import (
     AutoTokenizer,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    Gemma3TextConfig,
     GenerationConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -35,6 +40,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    SiglipVisionConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
     SmolVLMImageProcessorPil,
@@ -231,6 +237,44 @@ def save_tiny_mistral3(path: Path) -> Path:
     return path
 
 
+def save_tiny_gemma3(path: Path) -> Path:
+    """Gemma 3: tokens of an image attend to all of it, and every second layer has a window."""
+    tokenizer = byte_tokenizer()
+    special = {"boi_token": "<soi>", "eoi_token": "<eoi>", "image_token": "<image>"}
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special.values())})
+    tokenizer._set_model_specific_special_tokens(special)
+    tokenizer.chat_template = TEMPLATE.replace("<image>", "<soi>")
+    config = Gemma3Config(
+        text_config=Gemma3TextConfig(
+            **_text_config(len(tokenizer)).to_dict()
+            | {"model_type": "gemma3_text", "sliding_window": 24, "sliding_window_pattern": 2}
+        ),
+        vision_config=SiglipVisionConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=56,
+            patch_size=7,
+            vision_use_head=False,
+        ),
+        mm_tokens_per_image=IMAGE_TOKENS,
+        boi_token_index=tokenizer.convert_tokens_to_ids("<soi>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<eoi>"),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(14)
+    Gemma3ForConditionalGeneration(config).save_pretrained(path)
+    Gemma3Processor(
+        image_processor=Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        image_seq_length=IMAGE_TOKENS,
+    ).save_pretrained(path)
+    return path
+
+
 @dataclass(frozen=True)
 class _ImagesAlone:
     """What a family's processor does with images, without the packages that it needs for videos."""
@@ -335,9 +379,18 @@ class Reference:
         else:
             self.processor = AutoProcessor.from_pretrained(path)
         self.template = self.processor.tokenizer.chat_template or self.processor.chat_template
+        self.texts = "<image>", "<image>"
+        """What the processor reads for an image, and what is tokenized in its place."""
+        if self.model.config.model_type == "gemma3":
+            self.texts = "<soi>", "\n\n<soi><image><eoi>\n\n"
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a text as a server reads it: one placeholder for each ``<image>``."""
+        given = text.replace("<image>", self.texts[1])
+        return self.processor.tokenizer(given, add_special_tokens=False)["input_ids"]
 
     def prompt(self, text: str, images: Sequence[Image.Image]) -> list[int]:
-        """Token ids with one ``<image>`` for each image, and with as many as it has features."""
+        """Token ids of a text with ``<image>`` for each image: as many as it has features."""
         given = self._inputs(text, images)["input_ids"]
         return given[0].tolist()
 
@@ -371,7 +424,7 @@ class Reference:
 
     def _inputs(self, text: str, images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
         return self.processor(
-            text=[text],
+            text=[text.replace("<image>", self.texts[0])],
             images=list(images) or None,
             return_tensors="pt",
             text_kwargs={"add_special_tokens": False},

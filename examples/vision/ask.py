@@ -21,6 +21,7 @@ import httpx
 from PIL import Image
 
 from examples.vision.scenes import Picture, Question, pictures, questions
+from triptych.evals.metrics.text_overlap import bleu, rouge_1, rouge_l
 
 SEED = 1
 QUESTIONS_EACH = 4
@@ -28,6 +29,7 @@ TOP = 20
 """Most likely tokens whose probabilities are compared."""
 ANSWER_TOKENS = 8
 CONCURRENT = 4
+WITHOUT = "without the image"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Row:
     by_kind: dict[str, float]
     same_as_first: float
     """Answers that are those of the first method of the run."""
+    bleu: float
+    """Corpus BLEU to the answers of the first method, 0 to 100."""
+    rouge_1: float
+    rouge_l: float
     kl: float
     """Mean KL divergence from the first method's probabilities of the word, over its most likely
     tokens, in nats."""
@@ -125,11 +131,18 @@ def row_of(
         accuracy=_mean(hits),
         by_kind={kind: _mean(found) for kind, found in of_kind.items()},
         same_as_first=_mean([a.text == b.text for a, b in zip(answers, first, strict=True)]),
+        bleu=round(bleu(texts_of(first), texts_of(answers)), 3),
+        rouge_1=round(rouge_1(texts_of(first), texts_of(answers)), 5),
+        rouge_l=round(rouge_l(texts_of(first), texts_of(answers)), 5),
         kl=_mean([divergence(b.word, a.word) for a, b in zip(answers, first, strict=True)]),
         image_tokens=_mean([one.get("stored_tokens", 0) for one in images]),
         image_bytes=_mean([one.get("stored_bytes", 0) for one in images]),
         stored_bytes=_mean([float(str(one.usage.get("stored_bytes", 0))) for one in answers]),
     )
+
+
+def texts_of(answers: Sequence[Answer]) -> list[str]:
+    return [one.text for one in answers]
 
 
 def divergence(first: dict[str, float], other: dict[str, float]) -> float:
@@ -167,7 +180,7 @@ def measure(url: str, methods: Sequence[str], count: int) -> Iterator[Row]:
         found = answers(method)
         first = first or found
         yield row_of(method or "default", every, found, first)
-    yield row_of("without the image", every, answers(methods[0], with_image=False), first)
+    yield row_of(WITHOUT, every, answers(methods[0], with_image=False), first)
 
 
 def main() -> None:

@@ -54,11 +54,6 @@ def _frontier_row(row: dict[str, Any], answers: Any, times: Any) -> tuple[str, .
 
 def image_methods(name: str) -> str:
     """Answers about pictures by method, of ``benchmarks/image_chats.py accuracy``."""
-    every = _result(name)["rows"]
-    first = every[0]["image_keep_share"]
-    measured = [
-        row for row in every if row["keeps_a_share"] or row["image_keep_share"] == first
-    ]  # other methods are the same with each share
     rows = [
         (
             f"`{row['method']}`" if row["image_bytes"] else row["method"],
@@ -68,14 +63,18 @@ def image_methods(name: str) -> str:
             f"{row['stored_bytes'] / 1e3:.0f}",
             f"{row['accuracy']:.3f}",
             f"{row['same_as_first']:.3f}",
+            f"{row['bleu']:.1f}, {row['rouge_1']:.3f}, {row['rouge_l']:.3f}"
+            if "bleu" in row
+            else "-",
             f"{row['kl']:.4f}",
             ", ".join(f"{kind} {share:.2f}" for kind, share in row["by_kind"].items()),
         )
-        for row in measured
+        for row in _result(name)["rows"]
     ]
     head = ("method", "share of image tokens", "image tokens held", "kB of an image")
-    more = ("kB of a request", "right", "as the first method", "KL", "right by kind")
-    return table((*head, *more), rows)
+    more = ("kB of a request", "right", "as the first method", "BLEU, ROUGE-1, ROUGE-L")
+    last = ("KL", "right by kind")
+    return table((*head, *more, *last), rows)
 
 
 def compress_times(name: str) -> str:

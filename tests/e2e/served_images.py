@@ -22,6 +22,7 @@ from tests.tiny_vision import (
     Reference,
     data_uri,
     random_images,
+    save_tiny_gemma3,
     save_tiny_idefics3_with_tiles,
     save_tiny_mistral3,
     save_tiny_qwen2_vl,
@@ -36,7 +37,10 @@ OTHERS = {
     "SmolVLM": save_tiny_smolvlm,
     "Qwen2.5-VL": save_tiny_qwen2_vl,
     "Mistral 3": save_tiny_mistral3,
+    "Gemma 3": save_tiny_gemma3,
 }
+TOPOLOGIES = (("disaggregated", "own"), ("disaggregated", "prefill"), ("colocated", "own"))
+"""Topologies, and which workers encode images."""
 IMAGES = random_images(10, seed=3)
 CHATS: list[list[int | str]] = [
     [0, "what is this?"],
@@ -159,12 +163,15 @@ def _workers(server: Server) -> float:
     return server.metrics("triptych_workers")['stage="encode"']
 
 
-def settings(model: Path, topology: str, encode_workers: int = 1) -> dict[str, object]:
+def settings(
+    model: Path, topology: str, encode_workers: int = 1, encode_worker: str = "own"
+) -> dict[str, object]:
+    encode = {"worker": encode_worker, "actor": {"num_replicas": encode_workers}}
     return {
         "model": {"name": str(model), "served_model_name": "tiny", "dtype": "float32"},
         "topology": topology,
         "pool": {"kv_cache_memory_bytes": 256 << 20, "prefix_bytes": 0},
-        "encode": {"cache_bytes": 1 << 20, "actor": {"num_replicas": encode_workers}},
+        "encode": {"cache_bytes": 1 << 20, **encode},
         "compressor": {"policy": "uniform:fp16"},
     }
 
@@ -181,11 +188,11 @@ def main() -> None:
             serve_family(Path(directory), name, save(Path(directory) / name))
         model = save_tiny_vision_model(Path(directory) / "model")
         reference = Reference(model)
-        for topology in ("disaggregated", "colocated"):
-            args = settings(model, topology, encode_workers=2)
+        for topology, worker in TOPOLOGIES:
+            args = settings(model, topology, encode_workers=2, encode_worker=worker)
             with serve_run(Path(directory), args) as server:
-                check(server, reference, topology)
-                if topology == "disaggregated":
+                check(server, reference, f"{topology}, encode worker {worker}")
+                if (topology, worker) == TOPOLOGIES[0]:
                     kill_encode_workers(server, reference, kills)
                 server.wait_until(
                     lambda server=server: server.metric("triptych_pool_pages_in_requests") == 0, 60

@@ -161,12 +161,12 @@ class PagePlan:
                 f"{self.high.tokens} tokens at a time, and small pages hold {self.recent.tokens}: "
                 "use a size with small pages of 3 tokens, such as 'auto'"
             )
-        chunk, most = self.policy.merged_tokens, self.retire_tokens
-        if self.merges and chunk > most:
-            raise ConfigError(
-                f"compressor.learned: a network that merges {chunk} tokens; at most {most} with "
-                f"pool.page_bytes={self.page_bytes}"
-            )
+        for file in self.policy.mergers.values():
+            if file.chunk_tokens > self.retire_tokens:
+                raise ConfigError(
+                    f"compressor.learned: {file.path!r} merges {file.chunk_tokens} tokens; at most "
+                    f"{self.retire_tokens} with pool.page_bytes={self.page_bytes}"
+                )
 
     def check_capacity(self, capacity_bytes: int) -> None:
         """Raise ConfigError when the pool cannot hold even one short request."""
@@ -226,7 +226,7 @@ class PagePlan:
     @property
     def merges(self) -> bool:
         """Whether tokens of prompts are merged. Their high pages have biases."""
-        return self.policy.merger is not None
+        return bool(self.policy.mergers)
 
     @property
     def codes_whole_pages(self) -> bool:
@@ -464,7 +464,7 @@ def _check_selection(config: AppConfig, policy: Policy) -> None:
             f"compressor.methods: {policy.name!r} with decode.selection.method={how}: pages of "
             f"{high.name} have no summaries; serve the method without selection"
         )
-    if policy.merger is not None and how != "none":
+    if policy.mergers and how != "none":
         raise ConfigError(
             f"compressor.methods: {policy.name!r} with decode.selection.method={how}: selection "
             "ranks pages by their keys, and merged tokens have biases beside them; serve the "

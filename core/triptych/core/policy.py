@@ -1,9 +1,11 @@
 """The compression policy, resolved: which formats hold a request's tokens, and by what rule."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
+from triptych.core.images import IMAGE, TEXT, Modality
 from triptych.core.layout import page_format
 from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.profile import Profile, Settings
@@ -59,7 +61,8 @@ class Policy:
     are output tokens.
 
     With a ``merger``, tokens of text in a prompt that are neither sink nor window are merged, and
-    have biases in place of scores. With ``images`` that policy decides about the tokens of images.
+    have biases in place of scores. With ``images`` that policy decides about the tokens of images:
+    its ``merger`` merges these.
 
     Source: DiffKV, section 4 (thresholds relative to the mean weight 1/n, a window of 64 high
             tokens). Sink and window with more bits are ours (docs/log.md)
@@ -136,8 +139,15 @@ class Policy:
 
     @property
     def merged_tokens(self) -> int:
-        """Tokens of a prompt that become one; 1: none are merged."""
+        """Tokens of text in a prompt that become one; 1: none are merged."""
         return self.merger.chunk_tokens if self.merger else 1
+
+    @property
+    def mergers(self) -> Mapping[Modality, LearnedFile]:
+        """The networks that merge tokens, by the modality of these; empty: none are merged."""
+        of_images = self.images.merger if self.images else None
+        files: dict[Modality, LearnedFile | None] = {TEXT: self.merger, IMAGE: of_images}
+        return {modality: file for modality, file in files.items() if file is not None}
 
     @property
     def observing_rule(self) -> Retention | None:

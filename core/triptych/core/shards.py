@@ -24,7 +24,11 @@ def shard_of(config: AppConfig, index: int) -> AppConfig:
         return config
     return replace(
         config,
-        encode=replace(config.encode, actor=_actor(config.encode.actor, shards)),
+        encode=replace(
+            config.encode,
+            actor=_actor(config.encode.actor, shards),
+            autoscaling=_autoscaling(config.encode.autoscaling, shards),
+        ),
         prefill=replace(
             config.prefill,
             actor=_actor(config.prefill.actor, shards),

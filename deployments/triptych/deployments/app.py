@@ -117,10 +117,17 @@ def check_gpus(config: AppConfig, available: float, stages: Sequence[Stage] = ST
 
 
 def stage_groups(config: AppConfig, stages: Sequence[Stage]) -> dict[Stage, tuple[Stage, ...]]:
-    """Stages of each deployment: one each, or all in the deployment of decode if colocated."""
+    """Stages of each deployment: one each, or all in the deployment of decode if colocated.
+
+    Prefill workers have the encode stage too if ``encode.worker`` says so.
+    """
     if config.topology == "colocated":
         return {"decode": tuple(stages)}
-    return {stage: (stage,) for stage in stages}
+    groups: dict[Stage, tuple[Stage, ...]] = {stage: (stage,) for stage in stages}
+    if config.encode.worker == "prefill" and "encode" in groups:
+        del groups["encode"]
+        groups["prefill"] = ("encode", "prefill")
+    return groups
 
 
 def bind_deployments(plans: Sequence[AppPlan]) -> Application:
@@ -187,7 +194,7 @@ def _stage(plan: AppPlan, stage: Stage, members: tuple[Stage, ...]) -> Applicati
     names = {"encode": "Encode", "prefill": "Prefill", "compress": "Compressor", "decode": "Decode"}
     return serve.deployment(
         WorkerReplica,
-        name=plan.named(names[stage] if len(members) == 1 else "Worker"),
+        name=plan.named("Worker" if plan.config.topology == "colocated" else names[stage]),
         **_replicas(plan.config, stage),
         **_internal_options(plan.config),
         ray_actor_options={

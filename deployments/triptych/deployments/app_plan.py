@@ -70,11 +70,14 @@ class AppPlan:
 
     @property
     def encode_workers(self) -> int:
-        """Processes with an encode stage."""
+        """Most processes with an encode stage."""
         if self.vision.layout is None:
             return 0
-        is_colocated = self.config.topology == "colocated"
-        return self.readers if is_colocated else self.config.encode.actor.num_replicas
+        config = self.config
+        if config.topology == "colocated":
+            return config.decode.autoscaling.most(config.decode.actor)
+        stage = config.prefill if config.encode.worker == "prefill" else config.encode
+        return stage.autoscaling.most(stage.actor)
 
     @property
     def windows(self) -> Windows | None:
@@ -151,7 +154,8 @@ class AppPlan:
     @property
     def workers(self) -> int:
         """Upper bound of the number of processes that allocate pages."""
-        encoders = 0 if self.config.topology == "colocated" else self.encode_workers
+        is_apart = self.config.topology != "colocated" and self.config.encode.worker == "own"
+        encoders = self.encode_workers if is_apart else 0
         return sum(group.most for group in self.config.worker_groups().values()) + encoders
 
     @property

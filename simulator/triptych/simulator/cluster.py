@@ -12,6 +12,7 @@ from time import thread_time
 from triptych.core.config import RouterConfig
 from triptych.core.errors import TriptychError
 from triptych.core.messages import (
+    ROUTER,
     Failed,
     Message,
     Prefilled,
@@ -28,8 +29,10 @@ from triptych.router.policies.prefix_map import BlockCache
 from triptych.router.scheduler import Scheduler
 from triptych.simulator.clock import Clock
 from triptych.simulator.costs import Costs
-from triptych.simulator.engines import NodeCache, StepOutput, engines_of
+from triptych.simulator.engines import NodeCache, engines_of
+from triptych.simulator.image_stage import spans_of
 from triptych.simulator.setup import Chain, Cluster, Job
+from triptych.simulator.work import StepOutput
 from triptych.simulator.worker import OwnCores, SimulatedWorker, Turns
 
 INGRESS = "ingress"
@@ -236,6 +239,7 @@ class Simulation:
             sampling=_sampling(job.max_tokens),
             reply_to=INGRESS,
             slo=job.slo,
+            images=spans_of(job.images),
         )
 
     def _submit(self, request: Request) -> None:
@@ -254,7 +258,8 @@ class Simulation:
         """Tokens that are equal exactly where segments are; zeros without a prefix cache."""
         if not self._cluster.plan.prefix_bytes:
             return _zeros(job.prompt_tokens)
-        segments = job.segments or ((f"only {job.id}", job.prompt_tokens),)
+        text = job.prompt_tokens - sum(tokens for _, tokens in job.images)
+        segments = (*job.images, *(job.segments or ((f"only {job.id}", text),)))
         return tuple(token for name, count in segments for token in (_token(name),) * count)
 
     def _began(self, names: Sequence[str]) -> None:
@@ -348,11 +353,16 @@ class Simulation:
     def _from_worker(
         self, worker: SimulatedWorker, sends: Sequence[Send], output: StepOutput | None
     ) -> None:
-        if sends:
-            messages = [send.message for send in sends]
-            for message in messages:
-                if isinstance(message, Prefilled):
-                    self._outcomes[message.request].cached_tokens = message.cached_tokens
+        messages = list[Message]()
+        for send in sends:
+            message = send.message
+            if isinstance(message, Prefilled):
+                self._outcomes[message.request].cached_tokens = message.cached_tokens
+            if send.to == ROUTER:
+                messages.append(message)
+            else:
+                self.clock.after(self._costs.hop_s, self._workers[send.to].post, [message])
+        if messages:
             shard = self._shard_of[worker.address]
             self.clock.after(self._costs.hop_s, self._decide, messages, worker.address, shard)
         if output is None:
@@ -379,7 +389,7 @@ class Simulation:
         counters = Counter[str]()
         for shard, part in self._parts.items():
             for address, _, stages in part.workers:
-                stage = stages[0] if len(stages) == 1 else "all"
+                stage = "all" if self._cluster.colocated else "+".join(stages)
                 busy_s = self._workers[address].busy_s
                 trial.busy_s[stage] = trial.busy_s.get(stage, 0.0) + busy_s
                 trial.shards[shard].busy_s += busy_s

@@ -23,6 +23,7 @@ from triptych.core.messages import (
     Evicted,
     Fetched,
     Finished,
+    ImagesEncoded,
     Join,
     Lower,
     Lowered,
@@ -43,37 +44,13 @@ from triptych.core.messages import (
 from triptych.router.models.prompt_blocks import block_keys
 from triptych.router.policies.prefix_map import BlockCache
 from triptych.simulator.costs import Costs
+from triptych.simulator.image_stage import EncodeSimulation
 from triptych.simulator.setup import Cluster
+from triptych.simulator.work import StepOutput, Work
 from triptych.workers.decode.deadlines import DecodeDeadlines
 from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 
 FIRST_TOKEN = 1
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """Output tokens of one step, for the clients."""
-
-    requests: int
-    first: tuple[str, ...] = ()
-    """Requests that receive their first token."""
-    last: tuple[str, ...] = ()
-    """Requests whose output is complete."""
-    joined: tuple[str, ...] = ()
-    """Requests for which it is the first token after the prefill's."""
-    goes_on: bool = False
-    """Whether the worker decodes in its next step as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Duration and results of one unit of work."""
-
-    seconds: float
-    sends: list[Send] = field(default_factory=list[Send])
-    output: StepOutput | None = None
-    began: tuple[str, ...] = ()
-    """Requests whose prefill begins with it."""
 
 
 Lengths = Mapping[str, int]
@@ -164,8 +141,13 @@ class PrefillSimulation:
         self._chunk, self._costs, self._cache = cluster.chunk_tokens, costs, cache
         self._lengths = lengths
         self._chunks, self._prompts = ChunkScheduler(), list[Prompt]()
+        self._encoded = set[str]()
+        """Requests whose images are encoded."""
 
     def accept(self, message: Message, _now: float) -> Work | None:
+        if isinstance(message, ImagesEncoded):
+            self._encoded.add(message.request)
+            return Work(0.0)
         if not isinstance(message, Prefill):
             return None
         for one in message.requests:
@@ -186,7 +168,11 @@ class PrefillSimulation:
         return next((one for one in self._prompts if one.request.prompt_key == key), None)
 
     def has_work(self) -> bool:
-        return bool(self._prompts)
+        return any(map(self._can_run, self._prompts))
+
+    def _can_run(self, prompt: Prompt) -> bool:
+        """Whether the features of its images are there."""
+        return not prompt.request.images or any(one.id in self._encoded for one in prompt.requests)
 
     @property
     def due(self) -> float:
@@ -195,7 +181,7 @@ class PrefillSimulation:
     def step(self) -> Work:
         costs = self._costs
         left, pairs, done, began, copied = self._chunk, 0.0, list[Prompt](), list[str](), 0
-        for prompt in self._chunks.in_order(self._prompts):
+        for prompt in self._chunks.in_order(filter(self._can_run, self._prompts)):
             if left == 0:
                 break
             if not prompt.has_begun:
@@ -209,6 +195,7 @@ class PrefillSimulation:
                 done.append(prompt)
         for prompt in done:
             self._prompts.remove(prompt)
+            self._encoded.difference_update(one.id for one in prompt.requests)
         tokens = self._chunk - left
         seconds = costs.prefill_step_s + tokens * costs.prefill_token_s
         # Copying a token back takes about what compressing one takes (70 and 64 ms for 1,024).
@@ -582,4 +569,9 @@ def engines_of(
     lengths: Lengths,
 ) -> list[SimulatedEngine]:
     """The engines of one worker, in the order in which its loop steps them."""
-    return [ENGINES[stage](cluster, costs, cache, lengths) for stage in stages]
+    return [
+        EncodeSimulation(costs, cluster.encoding)
+        if stage == "encode"
+        else ENGINES[stage](cluster, costs, cache, lengths)
+        for stage in stages
+    ]

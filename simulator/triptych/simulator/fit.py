@@ -25,6 +25,8 @@ ROUNDS = 25
 DAMPINGS = 5
 LEAST_GAIN = 1e-3
 
+VARIED = tuple(one.name for one in fields(Costs) if not one.name.startswith("encode_"))
+"""Costs that are fitted: measured runs have no images."""
 FITTED = ("mean_ttft_s", "p50_ttft_s", "mean_tpot_s", "p50_tpot_s", "request_throughput")
 """Figures that a fit uses. The 90th percentile of a short run is a single request."""
 
@@ -122,7 +124,7 @@ def fit(
     first = _logs(start)
 
     def residuals(point: Vector) -> Vector:
-        costs = _costs(point)
+        costs = _costs(point, start)
         errors = [
             log(ratio)
             for observation in observations
@@ -142,7 +144,7 @@ def fit(
         (point, errors), damping = found[:2], max(1e-3, found[2] / 3)
         if gain < LEAST_GAIN:
             break
-    costs = _costs(point)
+    costs = _costs(point, start)
     return Fitted(costs, [predict(one, cluster, costs) for one in observations], rounds)
 
 
@@ -180,9 +182,10 @@ def _loss(errors: Vector) -> float:
 
 
 def _logs(costs: Costs) -> Vector:
-    return np.array([log(max(value, 1e-9)) for value in costs.as_dict().values()])
+    return np.array([log(max(costs.as_dict()[name], 1e-9)) for name in VARIED])
 
 
-def _costs(point: Vector) -> Costs:
-    names = [one.name for one in fields(Costs)]
-    return Costs(**{name: exp(value) for name, value in zip(names, point, strict=True)})
+def _costs(point: Vector, others: Costs) -> Costs:
+    """The costs at a point; those that are not varied as in ``others``."""
+    varied = {name: exp(value) for name, value in zip(VARIED, point, strict=True)}
+    return replace(others, **varied)

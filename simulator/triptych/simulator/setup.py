@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from triptych.core.config import RouterConfig, require
+from triptych.core.config import EncodeConfig, RouterConfig, require
 from triptych.core.layout import Geometry, default_page_bytes
 from triptych.core.messages import NO_SLO, Slo, Stage
 from triptych.core.pages import PagePlan
@@ -34,6 +34,8 @@ class Job:
     """When it is sent; within a session, the time after the end of the job before."""
     segments: Segments = ()
     """Runs that the prompt consists of; empty: tokens that no other prompt has."""
+    images: tuple[tuple[str, int], ...] = ()
+    """Names and tokens of the images that its prompt begins with; equal names are equal images."""
     output_tokens: int = 0
     """Tokens after which its answer ends; 0: it ends at ``max_tokens``."""
     slo: Slo = NO_SLO
@@ -43,7 +45,7 @@ class Job:
         require(not self.slo.deadline_s, "deadline_s", self.slo.deadline_s, "0 in a simulation")
         ends = 0 <= self.output_tokens <= self.max_tokens
         require(ends, "output_tokens", self.output_tokens, f"0 to max_tokens ({self.max_tokens})")
-        named = sum(tokens for _, tokens in self.segments)
+        named = sum(tokens for _, tokens in (*self.segments, *self.images))
         fits = not self.segments or named == self.prompt_tokens
         require(fits, "segments", named, f"prompt_tokens ({self.prompt_tokens}) in all")
 
@@ -65,7 +67,15 @@ class Cluster:
     compress: int = 1
     decode: int = 1
     colocated: int = 0
-    """Workers with all three stages; then there are no other workers."""
+    """Workers with all stages; then there are no other workers."""
+    encode: int = 0
+    """Workers of the encode stage; 0 without images, or if others have the stage."""
+    has_images: bool = False
+    """Whether there is an encode stage: of its own workers, or of prefill or colocated ones."""
+    image_tokens: int = 196
+    """Tokens of an image."""
+    encoding: EncodeConfig = field(default_factory=EncodeConfig)
+    """Batches and cache of the encode stage."""
     workers_per_node: int = 0
     """Workers that share a machine and its arena; 0: all of them."""
     shared_cores: bool = True
@@ -95,6 +105,11 @@ class Cluster:
         for name in ("prefill", "compress", "decode", "colocated"):
             count, shards = getattr(self, name), self.router.shards
             require(count % shards == 0, name, count, f"a multiple of the shards ({shards})")
+        require(
+            self.encode % self.router.shards == 0, "encode", self.encode, "a multiple of shards"
+        )
+        fits = self.has_images or not self.encode
+        require(fits, "encode", self.encode, "0 for requests without images")
         require(self.capacity_bytes > 0, "capacity_bytes", self.capacity_bytes, "> 0")
         require(self.max_batch_requests >= 1, "slots", self.max_batch_requests, ">= 1")
         require(self.chunk_tokens >= 1, "chunk_tokens", self.chunk_tokens, ">= 1")
@@ -113,6 +128,7 @@ class Cluster:
         parts = shards if not self.workers_per_node else 1
         return replace(
             self,
+            encode=self.encode // shards,
             prefill=self.prefill // shards,
             compress=self.compress // shards,
             decode=self.decode // shards,
@@ -134,13 +150,16 @@ class Cluster:
     @cached_property
     def workers(self) -> list[Group]:
         """All workers; the stages are spread evenly over the machines."""
+        with_images: tuple[Stage, ...] = ("encode",) if self.has_images else ()
+        reading: tuple[Stage, ...] = (*(() if self.encode else with_images), "prefill")
         kinds: list[tuple[str, tuple[Stage, ...], int]] = [
-            ("p", ("prefill",), self.prefill),
+            *([("e", with_images, self.encode)] if self.encode else []),
+            ("p", reading, self.prefill),
             ("c", ("compress",), self.compress),
             ("d", ("decode",), self.decode),
         ]
         if self.colocated:
-            kinds = [("w", ("prefill", "compress", "decode"), self.colocated)]
+            kinds = [("w", (*with_images, "prefill", "compress", "decode"), self.colocated)]
         total = sum(count for _, _, count in kinds)
         nodes = -(-total // self.workers_per_node) if self.workers_per_node else 1
         groups = list[Group]()

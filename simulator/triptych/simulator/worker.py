@@ -6,7 +6,8 @@ from math import inf
 
 from triptych.core.messages import Message, Report, Send, Stage
 from triptych.simulator.clock import Clock
-from triptych.simulator.engines import SimulatedEngine, StepOutput, Work
+from triptych.simulator.engines import SimulatedEngine
+from triptych.simulator.work import StepOutput, Work
 
 Deliver = Callable[["SimulatedWorker", Sequence[Send], StepOutput | None], None]
 Began = Callable[[Sequence[str]], None]
@@ -123,7 +124,7 @@ class SimulatedWorker:
         """Since when each stage has waited for a turn."""
         self._turn_until = 0.0
         stages = [engine.stage for engine in engines]
-        self._only_reads, self._only_writes = stages == ["prefill"], stages == ["decode"]
+        self._is_reader, self._only_writes = stages[-1] == "prefill", stages == ["decode"]
 
     def post(self, messages: Sequence[Message]) -> None:
         """A frame has arrived."""
@@ -190,7 +191,7 @@ class SimulatedWorker:
         engine, now = self._next, self._clock.now
         goes_on = engine.has_work() and engine.due < now < self._turn_until
         if not goes_on:
-            if self._only_reads:
+            if self._is_reader and engine.stage == "prefill":
                 self._cores.read(self.address, engine.has_work())
             self._cores.leave()
         self._deliver(self, work.sends, work.output)

@@ -128,7 +128,9 @@ def test_a_network_serves_the_methods_of_its_kind_alone() -> None:
     assert not found.policy.needs_attention_sums
     for name in ("learned:merge", "learned:paper"):
         config = AppConfig.from_mapping({"compressor": {"methods": [name]}})
-        with pytest.raises(ConfigError, match=rf"'{name}': merger .* needs training, .*'triptych"):
+        with pytest.raises(
+            ConfigError, match=rf"'{name}': merger .* needs training .*text.*'triptych"
+        ):
             PagePlan.of(config, GEOMETRY, learned=[scorer])
 
 

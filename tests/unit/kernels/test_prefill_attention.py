@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
@@ -44,10 +44,11 @@ def dense(
     window: int = 0,
     softcap: float = 0.0,
     sink: Tensor | None = None,
+    two_way: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one head in float64: output [n, d], sums [N]; the last n keys are new.
 
-    A sink is one more key, whose value is not added.
+    A sink is one more key, whose value is not added. ``two_way``: all new keys are visible.
     """
     asked = positions[-len(query) :, None]
     logits = query.double() @ key.double().T * query.shape[1] ** -0.5
@@ -56,6 +57,8 @@ def dense(
     hidden = positions > asked
     if window > 0:
         hidden |= asked - positions >= window
+    if two_way:
+        hidden[:, -len(query) :] = False
     logits = logits.masked_fill(hidden, float("-inf"))
     if sink is not None:
         logits = torch.cat([logits, sink.double().expand(len(query), 1)], 1)
@@ -64,7 +67,12 @@ def dense(
 
 
 def check(
-    backend: str, batch: Batch, tolerance: float, sinks: Tensor | None = None, **options: Any
+    backend: str,
+    batch: Batch,
+    tolerance: float,
+    sinks: Tensor | None = None,
+    two_way: Sequence[bool] = (),
+    **options: Any,
 ) -> None:
     """Compare output and significance of a batch without a past to ``dense``, by head."""
     heads, kv_heads, dim = batch.query.shape[1], batch.key.shape[1], batch.query.shape[2]
@@ -78,6 +86,7 @@ def check(
         scale=dim**-0.5,
         significance=sums,
         sinks=sinks,
+        two_way=two_way,
         **options,
     )
     assert got.dtype == batch.query.dtype
@@ -92,6 +101,7 @@ def check(
                 batch.value[part, mine],
                 torch.arange(count),
                 sink=None if sinks is None else sinks[head],
+                two_way=bool(two_way) and two_way[index],
                 **options,
             )
             torch.testing.assert_close(
@@ -132,6 +142,49 @@ def test_sinks_take_part_in_the_softmax_and_have_no_value(
 ) -> None:
     sinks = torch.tensor([-100.0, -1.0, 0.0, 1.0, 3.0, 40.0])
     check(backend, ragged_batch(RAGGED, 6, 2, 64), 1e-5, sinks, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 33}, {"window": 200, "softcap": 1.5}])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_some_sequences_attend_in_both_directions(backend: str, options: dict[str, Any]) -> None:
+    batch = ragged_batch(RAGGED, 6, 2, 64)
+    check(backend, batch, 1e-5, two_way=(True, False, True, True, False), **options)
+
+
+@pytest.mark.parametrize("window", [0, 60])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_text_then_an_image_in_both_directions_then_text(
+    backend: str, window: int, new_cache: NewCache
+) -> None:
+    """Three calls, of which each reads those before it in pages, as one dense attention."""
+    borders, heads = (0, 50, 130, 150), 4
+    batch = ragged_batch([150], heads, 2, 64)
+    batch = replace(batch, key=batch.key.half().float(), value=batch.value.half().float())
+    sums, got = torch.zeros(1, heads, 150), torch.empty_like(batch.query)
+    for start, end in pairwise(borders):
+        past = past_of(new_cache(64), batch, [start]) if start else None
+        part = chunk_of(batch, [start], [end])
+        got[part.index] = prefill_attention.on(backend)(
+            *(tensor[part.index] for tensor in (batch.query, batch.key, batch.value)),
+            part.offsets,
+            scale=0.125,
+            past=past,
+            window=window,
+            significance=sums,
+            two_way=(start == 50,),
+        )
+    at = torch.arange(150)
+    in_image = (at >= 50) & (at < 130)
+    seen = at <= at[:, None]
+    if window:
+        seen &= at[:, None] - at < window
+    seen |= in_image & in_image[:, None]
+    for head in range(heads):
+        key, value = batch.key[:, head // 2].double(), batch.value[:, head // 2].double()
+        logits = batch.query[:, head].double() @ key.T * 0.125
+        weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
+        torch.testing.assert_close(got[:, head].double(), weights @ value, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sums[0, head].double(), weights.sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -172,7 +172,8 @@ def test_images_need_chats_in_text(settings: dict[str, str]) -> None:
         image_chats(**settings)
 
 
-def test_the_simulator_refuses_images() -> None:
-    sessions = image_chats().sessions(1)
-    with pytest.raises(ConfigError, match="without images"):
-        list(jobs_of(sessions))
+def test_simulated_prompts_have_the_tokens_of_their_images_too() -> None:
+    ((job,),) = jobs_of(image_chats().sessions(1), image_tokens=10)
+    assert len(job.images) == 15
+    assert len({name for name, _ in job.images}) == 15
+    assert job.prompt_tokens == sum(tokens for _, tokens in job.segments) + 150

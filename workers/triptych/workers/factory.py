@@ -21,6 +21,7 @@ from triptych.workers.kv.prefix_cache import PrefixStore
 from triptych.workers.models.kv_rotation import Coordinates
 from triptych.workers.models.load import load
 from triptych.workers.models.runner import ModelRunner
+from triptych.workers.models.vision.vision_traits import describe_vision
 from triptych.workers.prefill.prefill_engine import PrefillEngine
 from triptych.workers.sampling.output import OutputFactory
 from triptych.workers.sampling.sampler import Draw, sample
@@ -33,6 +34,8 @@ class ModelContext:
 
     runner: ModelRunner
     answers: OutputFactory
+    two_way_images: bool = False
+    """Whether the tokens of an image attend to all of it."""
 
 
 def load_model(
@@ -63,6 +66,7 @@ def _load_context(
     return ModelContext(
         ModelRunner(model, Coordinates.of(plan.policy.kv_rotation, plan.geometry, device)),
         OutputFactory(model, config.context_tokens(model.context_tokens)),
+        describe_vision(model_path).two_way,
     )
 
 
@@ -131,6 +135,7 @@ def make_engines(
             draw,
             device,
             half,
+            model_context.two_way_images,
         ),
         "compress": lambda: CompressEngine(pool, plan, prefixes, device),
         "decode": lambda: DecodeEngine(

@@ -78,7 +78,9 @@ class StageLoop:
         """Messages taken from the inbox and not handled yet."""
         self._is_over = False
         stages = [engine.stage for engine in engines]
-        self._is_prefill_only, self._is_decode_only = stages == ["prefill"], stages == ["decode"]
+        self._is_prefill_worker = stages[-1] == "prefill"
+        """Whether it prefills, and does nothing that comes after that."""
+        self._is_decode_only = stages == ["decode"]
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._busy_s = 0.0
         self._steps_s = deque[float](maxlen=MEASURED_STEPS)
@@ -207,7 +209,7 @@ class StageLoop:
                 self._send(self._guarded(engine, engine.step))
                 if not engine.is_late() or time.monotonic() > until:
                     break
-        if self._is_prefill_only:
+        if self._is_prefill_worker and engine.stage == "prefill":
             self._cores.set_prefilling(engine.has_work())
         self._waits_since[engine.stage] = time.monotonic()
         if not engine.has_work():

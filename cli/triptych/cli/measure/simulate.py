@@ -93,6 +93,14 @@ def simulate(
         int | None, typer.Option(help="Total workers: of 10, 3 prefill, 1 compress, 6 decode.")
     ] = None,
     prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 1,
+    encode: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Number of encode workers, for workloads with images; 0: prefill workers encode.",
+        ),
+    ] = 1,
+    image_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an image.")] = 196,
     compress: Annotated[int, typer.Option(min=1, help="Number of compress workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
     colocated: Annotated[
@@ -254,6 +262,13 @@ def simulate(
         replace(
             cluster, router=replace(router, shards=count)
         )  # raises ConfigError if the shards do not divide the cluster
+    if workload in SHAPES and SHAPES[workload].has_images and trace is None:
+        cluster = replace(
+            cluster,
+            has_images=True,
+            encode=0 if colocated else encode,
+            image_tokens=image_tokens,
+        )
     saturation = saturation_of(cluster, costs, load)
     rates = rates_of(rate, load_factor, concurrency, saturation, has_trace=trace is not None)
     cases = [
@@ -356,9 +371,10 @@ def saturation_of(cluster: Cluster, costs: Costs, load: Load) -> float:
     """Estimated maximum request rate of the cluster for this load."""
     sample = load.sessions(min(500, len(load.trace) or 500))
     turns = [turn for session in sample for turn in session.turns]
-    prompt = sum(turn.prompt_tokens for turn in turns) / len(turns)
+    text = sum(turn.prompt_tokens for turn in turns) / len(turns)
+    images = sum(len(turn.images) for turn in turns) / len(turns)
     output = sum(turn.output_tokens for turn in turns) / len(turns)
-    return saturation_rate(cluster, costs, prompt, output)
+    return saturation_rate(cluster, costs, text + images * cluster.image_tokens, output, images)
 
 
 def run_cases(
@@ -396,7 +412,7 @@ def run_cases(
                 on_tick=lambda trial, bar=bar: bars.update(bar, completed=len(trial.outcomes)),
             )
             started = time.process_time()
-            jobs = jobs_of(sessions, asked, max_model_len)
+            jobs = jobs_of(sessions, asked, max_model_len, cluster.image_tokens)
             trial = simulation.run(jobs, case.concurrency)
             spent_s = time.process_time() - started
             bars.update(bar, completed=len(trial.outcomes))
@@ -438,6 +454,7 @@ def worst_decisions(rows: list[Row]) -> dict[str, float]:
 def cluster_fields(cluster: Cluster) -> dict[str, object]:
     """Fields of a cluster for result files."""
     names = ("prefill", "compress", "decode", "colocated", "workers_per_node", "shared_cores")
+    names += ("encode", "has_images", "image_tokens")
     names += ("capacity_bytes", "max_batch_requests", "chunk_tokens", "high_share")
     return {
         **{name: getattr(cluster, name) for name in names},

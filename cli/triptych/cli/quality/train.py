@@ -29,9 +29,9 @@ WorkDir = Annotated[
         "Default: next to the output."
     ),
 ]
-Documents = Annotated[int, typer.Option(min=1, help="Documents to train on.")]
+Documents = Annotated[int, typer.Option(min=1, help="Documents or chats to train on.")]
 HeldOut = Annotated[
-    int, typer.Option(min=1, help="Further documents, for early stopping and the report.")
+    int, typer.Option(min=1, help="Further ones, for early stopping and the report.")
 ]
 EvaluateEvery = Annotated[
     int, typer.Option(min=1, help="Steps between two held-out losses; the state is saved then.")
@@ -118,6 +118,14 @@ def compressor(
         Literal["gated", "paper"],
         typer.Option(help="Pooling gated by significance, or FastCache's plain networks."),
     ] = "gated",
+    chats: Annotated[
+        Path | None,
+        typer.Option(
+            help="Train the network for image tokens on these chats: JSON lines of "
+            '{"messages": [...]}, as for the chat endpoint; the last message is the answer. '
+            "Default: the network for text, on texts that come with Python."
+        ),
+    ] = None,
     chunk_tokens: Annotated[int, typer.Option(min=2, help="Tokens that become one.")] = 5,
     context: Annotated[int, typer.Option(min=8, help="Tokens of a document to compress.")] = 1024,
     continuation: Annotated[
@@ -136,6 +144,7 @@ def compressor(
     patience: Patience = 4,
     learning_rate: LearningRate = 1e-3,
     hidden: Hidden = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Documents or chats of a step.")] = 1,
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -150,6 +159,7 @@ def compressor(
     plan = MergerPlan(
         model=model,
         variant=variant,
+        chats=chats,
         chunk_tokens=chunk_tokens,
         captures=CapturePlan(
             context=context, continuation=continuation, documents=documents, held_out=held_out
@@ -162,6 +172,7 @@ def compressor(
         ),
         reconstruction_steps=reconstruction_steps,
         polish_steps=polish_steps,
+        batch=batch,
         hidden=hidden,
         seed=seed,
     )

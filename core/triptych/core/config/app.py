@@ -107,7 +107,9 @@ class AppConfig:
         decode = {"decode": (self.decode.actor, self.decode.autoscaling)}
         if self.topology == "colocated":
             return decode
+        encode = {"encode": (self.encode.actor, self.encode.autoscaling)}
         return {
+            **(encode if self.encode.worker == "own" and self.encode.autoscaling.is_on else {}),
             "prefill": (self.prefill.actor, self.prefill.autoscaling),
             "compressor": (self.compressor.actor, self.compressor.autoscaling),
             **decode,
@@ -134,7 +136,7 @@ class AppConfig:
     ) -> AutoscalingConfig:
         """When a stage gets more copies."""
         by_stage = {
-            "encode": AutoscalingConfig(),
+            "encode": self.encode.autoscaling,
             "prefill": self.prefill.autoscaling,
             "compress": self.compressor.autoscaling,
             "decode": self.decode.autoscaling,

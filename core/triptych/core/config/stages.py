@@ -91,8 +91,15 @@ class AutoscalingConfig:
 class EncodeConfig:
     """The stage that computes features of images, for models that read images."""
 
+    worker: Literal["own", "prefill"] = "own"
+    """Which workers run it: its own, or those of prefill, each of which then loads what computes
+    features too; ``actor`` and ``autoscaling`` are those of prefill then."""
+
     actor: ActorConfig = field(default_factory=ActorConfig)
     """Copies and their resources."""
+
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
+    """When there are more of them, or fewer."""
 
     max_batch_pixels: int = 4_194_304
     """Maximum pixels of the images of one step, as clients sent them; a larger image takes a step
@@ -106,6 +113,10 @@ class EncodeConfig:
         pixels, kept = self.max_batch_pixels, self.cache_bytes
         require(pixels >= 1, "encode.max_batch_pixels", pixels, ">= 1")
         require(kept >= 0, "encode.cache_bytes", kept, ">= 0")
+        self.autoscaling.check(self.actor, "encode")
+        is_free = self.worker == "own" or not self.autoscaling.is_on
+        expected = "0 with encode.worker: prefill (those workers are scaled by prefill.autoscaling)"
+        require(is_free, "encode.autoscaling.max_replicas", self.autoscaling.max_replicas, expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,9 +209,10 @@ class CompressorConfig:
 
     learned: tuple[str, ...] = ("auto",)
     """Files of learned networks, which ``triptych train`` writes for a model, at most one of each
-    kind: a compressor for ``learned:merge``, one of variant ``paper`` for ``learned:paper``, a
-    scorer for ``learned:score``. ``auto``: those that come with Triptych for this model, where no
-    file is named. A file of another model, or a torn one, is refused at start."""
+    kind and modality: a compressor for ``learned:merge``, one of variant ``paper`` for
+    ``learned:paper``, a scorer for ``learned:score``. ``auto``: those that come with Triptych for
+    this model, where no file is named. A file of another model, or a torn one, is refused at
+    start."""
 
     high_format: str = "auto"
     """Format of significant tokens (``diffkv``) and of merged ones (``learned:merge``); ``auto``

@@ -208,6 +208,10 @@ class ImageLayout:
     feature_bytes: int
     """Bytes of one feature."""
     rule: Fixed | Tiling | Resizing | Rows
+    written: str = ""
+    """What the chat template writes for an image if that is not ``placeholder``."""
+    read_as: str = ""
+    """What stands for ``written`` in the text that is tokenized, with one placeholder."""
 
     def pattern(self, width: int, height: int) -> tuple[int, ...]:
         """As ``ImageRule.pattern``."""

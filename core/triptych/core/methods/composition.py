@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from triptych.core.config import CompressorConfig
 from triptych.core.errors import ConfigError
+from triptych.core.images import TEXT, Modality
 from triptych.core.methods.learned_files import NetworkKind
 
 if TYPE_CHECKING:
@@ -188,17 +189,22 @@ class Method:
                 yield f"{named[rule.first]!r}{with_part}: {rule.reason}"
 
     def check_needs(
-        self, provided: frozenset[Need], networks: Collection[NetworkKind] = ()
+        self,
+        provided: frozenset[Need],
+        networks: Collection[NetworkKind] = (),
+        modality: Modality = TEXT,
     ) -> None:
         """Raise ConfigError if something that a part needs is not there.
 
-        ``networks``: kinds of which there is a trained file for the model.
+        ``networks``: kinds of which there is a trained file for the model, and for tokens of
+        ``modality``.
         """
         for part in self.parts:
             trained: frozenset[Need] = frozenset({"training"} if part.network in networks else ())
             for need in sorted(part.needs - provided - trained):
                 way_out = f": {WAYS_OUT[need]}" if need in WAYS_OUT else ""
+                of = f" for tokens of modality {modality!r}" if part.network else ""
                 raise ConfigError(
-                    f"method {self.name!r}: {part.role} {part.name!r} needs {need}, which this "
+                    f"method {self.name!r}: {part.role} {part.name!r} needs {need}{of}, which this "
                     f"server does not have (it has {', '.join(sorted(provided))}){way_out}"
                 )

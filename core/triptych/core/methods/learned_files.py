@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from triptych.core.images import TEXT, Modality
+
 NetworkKind = Literal["scorer", "merger", "paper_merger"]
 """``merger`` pools by significance and corrects by networks; ``paper_merger``: FastCache's plain
 networks."""
@@ -14,6 +16,8 @@ class LearnedFile:
 
     path: str
     kind: NetworkKind
+    modality: Modality = TEXT
+    """Of the tokens that it reads."""
     tensors: str
     """SHA-256 of its tensors: a file that was replaced since is not used."""
     chunk_tokens: int = 0

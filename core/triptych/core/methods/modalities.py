@@ -20,8 +20,8 @@ def by_modality(name: str, text: Policy, images: Policy) -> Policy:
             _refuse(
                 name, f"16-bit pages of prefill are not compressed ({of}): name a quantized one"
             )
-        if policy.merger is not None:
-            _refuse(name, f"a method that merges tokens has no second part ({of})")
+    if text.merger is not None or images.merger is not None:
+        _check_beside_merged(name, text, images)
     if text.kv_rotation != images.kv_rotation:
         _refuse(name, "the two store keys in different coordinates (compressor.kv_rotation)")
     read = [_scores_of(policy) for policy in (text, images) if _reads_scores(policy)]
@@ -47,6 +47,23 @@ def by_modality(name: str, text: Policy, images: Policy) -> Policy:
     return replace(
         text, name=name, low_format=low, images=images, scorer=text.scorer or images.scorer
     )
+
+
+def _check_beside_merged(name: str, text: Policy, images: Policy) -> None:
+    """Raise ConfigError unless all tokens that are not merged are kept in one format."""
+    for policy, of in ((text, "text"), (images, "images")):
+        if policy.merger is None and (policy.drops_tokens or policy.low_format is not None):
+            _refuse(
+                name,
+                f"merged tokens have a logit bias in the place of their score, so no token beside "
+                f"them is dropped or classified ({of}): name a uniform method",
+            )
+    if images.high_format != text.high_format:
+        _refuse(
+            name,
+            f"images in {images.high_format}, and text in {text.high_format}: merged tokens and "
+            "those beside them are in the same format; set compressor.high_format to it",
+        )
 
 
 def _reads_scores(policy: Policy) -> bool:

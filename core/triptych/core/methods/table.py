@@ -1,11 +1,12 @@
 """The table of methods, and the policies of those that a server offers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from triptych.core.config import CompressorConfig
 from triptych.core.config.stages import SEPARATOR, parts_of_name
 from triptych.core.errors import ConfigError
+from triptych.core.images import IMAGE, TEXT, Modality
 from triptych.core.layout import FORMATS
 from triptych.core.methods.composition import PROVIDED, WITH_PROFILE, Method
 from triptych.core.methods.learned_files import LearnedFile, NetworkKind
@@ -81,7 +82,7 @@ def offered_methods(learned: Sequence[LearnedFile] = ()) -> tuple[str, ...]:
 
     ``learned``: files of networks for the model; a method that needs another one is left out.
     """
-    kinds = {file.kind for file in learned}
+    kinds = _networks_for(TEXT, learned).keys()
     found = list[str]()
     for name in METHODS.builtin:
         method = METHODS.load(name)
@@ -101,14 +102,17 @@ def _resolved(
     share = chosen(config.image_keep_share, config.keep_share)
     config = replace(config, policy=images, keep_share=share)
     found = by_modality(
-        f"{text}{SEPARATOR}{images}", policy, _of_one_method(config, profile, learned)
+        f"{text}{SEPARATOR}{images}", policy, _of_one_method(config, profile, learned, IMAGE)
     )
     found.check()
     return found
 
 
 def _of_one_method(
-    config: CompressorConfig, profile: Profile | None, learned: Sequence[LearnedFile]
+    config: CompressorConfig,
+    profile: Profile | None,
+    learned: Sequence[LearnedFile],
+    modality: Modality = TEXT,
 ) -> Policy:
     name = config.policy
     found = METHODS.load("uniform" if name.startswith("uniform:") else name)
@@ -116,8 +120,8 @@ def _of_one_method(
         policy = found(config, profile)
         policy.check()
         return policy
-    networks: dict[NetworkKind, LearnedFile] = {file.kind: file for file in learned}
-    found.check_needs(WITH_PROFILE if profile else PROVIDED, networks)
+    networks = _networks_for(modality, learned)
+    found.check_needs(WITH_PROFILE if profile else PROVIDED, networks, modality)
     files = {part.role: networks[part.network] for part in found.parts if part.network}
     policy = replace(
         found.policy(config, profile),
@@ -127,6 +131,15 @@ def _of_one_method(
     )
     policy.check()
     return policy
+
+
+def _networks_for(
+    modality: Modality, learned: Sequence[LearnedFile]
+) -> Mapping[NetworkKind, LearnedFile]:
+    """Networks by kind. A scorer of text judges the tokens of images too."""
+    return {
+        file.kind: file for file in learned if file.modality == modality or file.kind == "scorer"
+    }
 
 
 def _together(policies: Sequence[Policy]) -> tuple[Policy, ...]:

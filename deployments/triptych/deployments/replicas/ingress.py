@@ -20,7 +20,7 @@ from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.workers.models.store.generation_config import read_sampling_defaults
-from triptych.workers.models.tokenizer import open_tokenizer, with_chat_template
+from triptych.workers.models.tokenizer import open_tokenizer, with_chat_template, with_images
 
 DRAIN_POLL_S = 0.1
 
@@ -40,7 +40,8 @@ class IngressReplica:
         self._node = await asyncio.to_thread(NodeContext.enter, plan)
         self._plan = self._node.plan
         read = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
-        tokenizer = with_chat_template(read, self._plan.chat_template)
+        read = with_chat_template(read, self._plan.chat_template)
+        tokenizer = with_images(read, self._plan.vision.layout)
         model = self._plan.config.model
         self._engine = RouterClient(self._plan, routers, workers, self._node.routes)
         self._serving = OpenAIServing(

@@ -1,16 +1,16 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # torch leaves Tensor.unflatten and others untyped in part.
-"""Captures: keys, values, significance and later queries of documents, for training.
+"""Captures: keys, values, significance and later queries of samples, for training.
 
-The model runs once over each document. A capture is a file, so memory holds one document at a time,
+The model runs once over each sample. A capture is a file, so memory holds one sample at a time,
 and training that was stopped does not run the model again.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,8 +21,7 @@ from torch import Tensor
 
 from triptych.core.config import require
 from triptych.core.errors import ConfigError
-from triptych.evals.data.texts import Document, Split, documents, text_hash
-from triptych.evals.data.vocabulary import Vocabulary
+from triptych.core.images import IMAGE, Segment
 from triptych.evals.methods.masked_attention import (
     BLOCK_QUERIES,
     by_kv_head,
@@ -30,36 +29,36 @@ from triptych.evals.methods.masked_attention import (
     check_plain,
     ungrouped,
 )
+from triptych.evals.training.samples import Sample, Samples
 from triptych.kernels.prefill import significance_of
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.facts import ModelFacts
 from triptych.workers.models.load import LoadedModel, load
 from triptych.workers.models.store.tensor_headers import MAX_HEADER_BYTES
+from triptych.workers.models.vision.feature_rows import FeatureRows
+from triptych.workers.models.vision.vision_tower import VisionTower
 
 CAPTURE = "triptych_capture"
 """Key of the metadata that says what a file captures."""
 SHORTER = (8, 4, 2, 1)
 """Significance is recorded for the first 1/8, 1/4, 1/2 of a context as well: shorter prompts."""
 
-SPLIT: Split = "calibration"
-"""Texts to train on; reports use others."""
-
 Done = Callable[[], None]
-"""Called after each document."""
+"""Called after each sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturePlan:
-    """The documents that networks are trained on, and those that stop the training."""
+    """The samples that networks are trained on, and those that stop the training."""
 
     context: int = 1024
-    """Tokens of a document that are compressed."""
+    """Tokens of a document that are compressed; chats say themselves."""
     continuation: int = 128
     """Tokens after them, whose queries are captured; 0: none."""
     documents: int = 24
-    """Documents to train on."""
+    """Documents or chats to train on."""
     held_out: int = 6
-    """Further documents, for early stopping and the report."""
+    """Further ones, for early stopping and the report."""
 
     def __post_init__(self) -> None:
         require(self.context >= max(SHORTER), "context", self.context, f">= {max(SHORTER)}")
@@ -70,7 +69,7 @@ class CapturePlan:
 
 @dataclass(frozen=True)
 class Capture:
-    """A document after prefill: N tokens of context and M tokens after them.
+    """A sample after prefill: N tokens of context and M tokens after them.
 
     L layers, H query heads, KH KV heads. Keys are after RoPE, neither rotated nor centred. All but
     significance and log-sum-exp is float16.
@@ -88,6 +87,13 @@ class Capture:
     """Attention outputs of the queries: [L, H, M, d]."""
     lse: Tensor
     """Log-sum-exp of their logits: [L, H, M] float32."""
+    image_places: Tensor
+    """First place of each image in the context, and the place behind its last one: [n, 2] int64."""
+
+    @property
+    def images(self) -> list[Segment]:
+        """Parts of the context that are no text."""
+        return [Segment(IMAGE, start, end) for start, end in self.image_places.tolist()]
 
     @property
     def context(self) -> int:
@@ -109,19 +115,21 @@ class Capture:
 
 @dataclass(frozen=True)
 class Captures:
-    """Files of captures: documents to train on, then those that are held out."""
+    """Files of captures: samples to train on, then those that are held out."""
 
     files: tuple[Path, ...]
     held_out: tuple[Path, ...]
-    texts: str
-    """Hash of the texts of the split."""
+    continuations: tuple[tuple[int, ...], ...]
+    """Tokens after the context of each, in the order of the files."""
+    source: str
+    """Hash of the texts or chats."""
 
 
 class CaptureAttention(Attend):
     """Dense causal attention that records what a capture holds."""
 
-    def __init__(self, plan: CapturePlan) -> None:
-        self._plan = plan
+    def __init__(self, context: int) -> None:
+        self._context = context
         self.tensors: dict[str, list[Tensor]] = {}
 
     def __call__(
@@ -135,7 +143,7 @@ class CaptureAttention(Attend):
     ) -> Tensor:
         """Raises: ModelError for sliding windows or softcaps"""
         check_plain(layer, traits, sinks)
-        context, tokens = self._plan.context, len(query)
+        context, tokens = self._context, len(query)
         grouped = by_kv_head(query, key.shape[1]) * traits.scale
         keys, values = key.transpose(0, 1), value.transpose(0, 1)
         sums = torch.zeros(*grouped.shape[:2], tokens)
@@ -168,44 +176,42 @@ def _log_sum_exp(query: Tensor, keys: Tensor, first: int) -> Tensor:
     return logits.masked_fill_(ahead, float("-inf")).logsumexp(-1)
 
 
-def capture_documents(
-    path: Path, facts: ModelFacts, plan: CapturePlan, folder: Path, done: Done
+def capture_samples(
+    path: Path, facts: ModelFacts, plan: CapturePlan, samples: Samples, folder: Path, done: Done
 ) -> Captures:
-    """Run the model over documents; files of an earlier run with the same plan are kept.
+    """Run the model over samples; files of an earlier run with the same ones are kept.
 
-    Raises: ConfigError if the texts are too short, or the model's context is; ModelError for a
-            model with sliding windows or softcaps
+    Raises: ConfigError if the model's context is too short; ModelError for a model with sliding
+            windows or softcaps
     """
-    size = plan.context + plan.continuation
+    size = max(len(one.tokens) for one in samples.every)
     if size > facts.context_tokens:
         raise ConfigError(
             f"{size} tokens: the model's context is {facts.context_tokens}; "
             "ask for a shorter context"
         )
-    count = plan.documents + plan.held_out
-    found = documents(
-        Vocabulary(path).encode,
-        SPLIT,
-        context=plan.context,
-        continuation=plan.continuation,
-        count=count,
-    )
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{index:04}.safetensors" for index in range(count)]
-    loaded: LoadedModel | None = None
-    for document, file in zip(found, files, strict=True):
-        name = _name(document, facts, plan)
+    files = [folder / f"{index:04}.safetensors" for index in range(len(samples.every))]
+    loaded, tower = list[LoadedModel](), list[VisionTower]()
+    for sample, file in zip(samples.every, files, strict=True):
+        name = _name(sample, facts)
         if not _is_capture(file, name):
-            loaded = loaded or load(path, "float32", quantization="none")
-            tensors, _ = _run(loaded, (*document.context, *document.continuation), plan)
+            loaded = loaded or [load(path, "float32", quantization="none")]
+            if sample.images:
+                tower = tower or [VisionTower.read(path, "float32", torch.device("cpu"))]
+            tensors, _ = _run(loaded[0], sample, _features(sample, tower))
             _write(file, tensors, name)
         done()
-    held_out = plan.documents
-    return Captures(tuple(files[:held_out]), tuple(files[held_out:]), text_hash(SPLIT))
+    return Captures(
+        tuple(files[: plan.documents]),
+        tuple(files[plan.documents :]),
+        tuple(one.continuation for one in samples.every),
+        samples.source,
+    )
 
 
 def read_capture(path: Path) -> Capture:
-    """Read one document into memory. Raises: OSError if the file is gone"""
+    """Read one sample into memory. Raises: OSError if the file is gone"""
     return _as_capture(parse_tensors(path.read_bytes()))
 
 
@@ -227,29 +233,40 @@ def capture_text(
 
     Shapes:  ``tokens``: context and continuation -> logits [continuation, vocab] float32
     """
-    tensors, logits = _run(loaded, tokens, plan)
+    sample = Sample(tokens=tuple(tokens), context=plan.context)
+    tensors, logits = _run(loaded, sample, None)
     return _as_capture(tensors), logits
 
 
 def _run(
-    loaded: LoadedModel, tokens: Sequence[int], plan: CapturePlan
+    loaded: LoadedModel, sample: Sample, given: FeatureRows | None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    attend = CaptureAttention(plan)
-    ids, places = torch.tensor(list(tokens)), torch.arange(len(tokens))
-    wanted = places[min(plan.context, len(tokens) - 1) :]  # one at least
+    attend = CaptureAttention(sample.context)
+    ids, places = torch.tensor(sample.tokens), torch.arange(len(sample.tokens))
+    wanted = places[min(sample.context, len(places) - 1) :]  # one at least
     with torch.inference_mode():
-        logits = loaded.network(ids, places, attend, wanted)
-    return {name: torch.stack(parts) for name, parts in attend.tensors.items()}, logits
+        logits = loaded.network(ids, places, attend, wanted, given=given)
+    tensors = {name: torch.stack(parts) for name, parts in attend.tensors.items()}
+    images = [(one.start, one.end) for one in sample.segments]
+    tensors["image_places"] = torch.tensor(images, dtype=torch.int64).view(-1, 2)
+    return tensors, logits
 
 
-def _name(document: Document, facts: ModelFacts, plan: CapturePlan) -> str:
+def _features(sample: Sample, tower: Sequence[VisionTower]) -> FeatureRows | None:
+    """Features of the images of a sample, and their places."""
+    if not sample.images:
+        return None
+    runs = [run for span in sample.spans for run in span.runs]
+    places = torch.cat([torch.arange(first, first + count) for first, count in runs])
+    return FeatureRows(places, torch.cat(list(tower[0].encode(sample.images))))
+
+
+def _name(sample: Sample, facts: ModelFacts) -> str:
     """Everything that a capture depends on."""
-    tokens = repr((document.context, document.continuation)).encode()
-    bound = facts.revision, asdict(plan), hashlib.sha256(tokens).hexdigest()
-    # How many documents there are does not change one of them.
-    bound[1].pop("documents")
-    bound[1].pop("held_out")
-    return json.dumps(bound, sort_keys=True)
+    hashed = hashlib.sha256(repr((sample.tokens, sample.context)).encode())
+    for image in sample.images:
+        hashed.update(image.digest)
+    return json.dumps((facts.revision, hashed.hexdigest()))
 
 
 def _is_capture(file: Path, name: str) -> bool:

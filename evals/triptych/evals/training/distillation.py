@@ -16,7 +16,7 @@ from torch import Tensor
 from triptych.evals.methods.replaced_cache import ReplacedAttention, ReplacedCache
 from triptych.evals.training.captures import Capture, Captures, order_of, read_capture
 from triptych.evals.training.merger_training import TrainedMerger, phase_of
-from triptych.evals.training.output_matching import context_of, merge_context
+from triptych.evals.training.output_matching import context_of, merge_capture
 from triptych.workers.compress.learned.rope_frame import RopeFrame
 from triptych.workers.models.hf_model import HFModel
 
@@ -37,8 +37,6 @@ class DistillationObjective:
     frame: RopeFrame
     captures: Captures
     model: HFModel
-    tokens: tuple[tuple[int, ...], ...]
-    """Tokens after the context of each captured document, in the order of the files."""
     seed: int = 0
 
     def loss(self, step: int) -> Tensor:
@@ -61,7 +59,7 @@ class DistillationObjective:
         full = ReplacedCache(cache.keys, cache.values, torch.zeros(cache.keys.shape[:3]))
         with torch.no_grad():
             teacher, targets = self._run(full, capture, index)
-        merged = merge_context(self.network, self.frame, cache, offset)
+        merged = merge_capture(self.network, self.frame, capture, offset)
         student, outputs = self._run(merged, capture, index)
         return 0.5 * logit_loss(student, teacher) + 0.5 * _output_loss(outputs, targets)
 
@@ -69,7 +67,7 @@ class DistillationObjective:
         self, replaced: ReplacedCache, capture: Capture, index: int
     ) -> tuple[Tensor, list[Tensor]]:
         attention = ReplacedAttention(replaced)
-        tokens = torch.tensor(self.tokens[index])
+        tokens = torch.tensor(self.captures.continuations[index])
         positions = torch.arange(len(tokens)) + capture.context
         logits = self.model(tokens, positions, attention, torch.arange(len(tokens)))
         return logits, attention.outputs

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from triptych.core.config import ModelConfig, require
+from triptych.core.images import IMAGE, TEXT, Modality
 from triptych.core.methods.learned_files import NetworkKind
-from triptych.evals.data.texts import documents
-from triptych.evals.data.vocabulary import Vocabulary
-from triptych.evals.training.captures import SPLIT, CapturePlan, Captures, capture_documents
+from triptych.evals.training.captures import CapturePlan, Captures, capture_samples
 from triptych.evals.training.distillation import DistillationObjective
 from triptych.evals.training.fit import Advance, FitPlan, FitState, Objective, fit
 from triptych.evals.training.merger_training import (
@@ -21,6 +20,7 @@ from triptych.evals.training.merger_training import (
     report_merger,
     standardize_merger,
 )
+from triptych.evals.training.samples import Samples, chat_samples, text_samples
 from triptych.evals.training.scorer_training import (
     Loss,
     ScorerObjective,
@@ -84,8 +84,13 @@ class MergerPlan:
     hidden: int = 64
     """Units of each network's hidden layer; ``gated`` only."""
     seed: int = 0
+    batch: int = 1
+    """Samples of a step of matching attention."""
+    chats: Path | None = None
+    """File of chats with images, whose image tokens are merged; None: texts are merged."""
 
     def __post_init__(self) -> None:
+        require(self.batch >= 1, "batch", self.batch, ">= 1")
         require(self.chunk_tokens >= 2, "chunk_tokens", self.chunk_tokens, ">= 2")
         require(self.captures.continuation >= 1, "continuation", self.captures.continuation, ">= 1")
 
@@ -123,7 +128,8 @@ def train_scorer(plan: ScorerPlan, output: Path, work: Path, begin: Begin) -> Tr
     path = resolve(plan.model)
     facts = describe(path)
     scorer = TokenScorer(facts.geometry, RopeFrame.of(facts), plan.hidden, plan.seed)
-    captures = _capture(path, facts, plan.captures, work, begin)
+    samples = _texts(path, plan.captures)
+    captures = _capture(path, facts, plan.captures, samples, work, begin)
     standardize_scorer(scorer, captures.files, plan.target, plan.error)
     objective = ScorerObjective(scorer, captures, plan.target, plan.error, plan.seed)
     state = _fit("scorer", objective, plan.fit, work, _bound(facts, plan, captures), begin)
@@ -140,7 +146,8 @@ def train_merger(plan: MergerPlan, output: Path, work: Path, begin: Begin) -> Tr
     facts = describe(path)
     frame = RopeFrame.of(facts)
     merger = _new_merger(plan, facts)
-    captures = _capture(path, facts, plan.captures, work, begin)
+    samples = _samples(path, plan)
+    captures = _capture(path, facts, plan.captures, samples, work, begin)
     standardize_merger(merger, frame, captures.files)
     bound = _bound(facts, plan, captures)
     states: dict[str, FitState] = {}
@@ -148,13 +155,15 @@ def train_merger(plan: MergerPlan, output: Path, work: Path, begin: Begin) -> Tr
         steps = FitPlan(steps=plan.reconstruction_steps, evaluate_every=plan.fit.evaluate_every)
         masked = ReconstructionObjective(MaskedAutoencoder(merger), frame, captures, plan.seed)
         states["reconstruction"] = _fit("reconstruction", masked, steps, work, bound, begin)
-    matching = MatchingObjective(merger, frame, captures, plan.seed)
+    matching = MatchingObjective(merger, frame, captures, plan.seed, plan.batch)
     states["matching"] = _fit("matching", matching, plan.fit, work, bound, begin)
     if plan.polish_steps:
         steps = FitPlan(
             steps=plan.polish_steps, learning_rate=plan.fit.learning_rate / 10, evaluate_every=10
         )
-        polish = _distillation(path, facts, plan, merger, frame, captures)
+        model = HFModel.read(path, facts, "float32", "cpu")
+        model.model.requires_grad_(False)
+        polish = DistillationObjective(merger, frame, captures, model, plan.seed)
         states["polish"] = _fit("polish", polish, steps, work, bound, begin)
     kind: NetworkKind = "merger" if plan.variant == "gated" else "paper_merger"
     record = _record(
@@ -165,6 +174,7 @@ def train_merger(plan: MergerPlan, output: Path, work: Path, begin: Begin) -> Tr
         states["matching"],
         hidden=plan.hidden if plan.variant == "gated" else 0,
         chunk_tokens=plan.chunk_tokens,
+        modality=TEXT if plan.chats is None else IMAGE,
     )
     write_artefact(output, record, merger)
     written, record = read_merger(output, facts)
@@ -178,8 +188,19 @@ def _new_merger(plan: MergerPlan, facts: ModelFacts) -> TrainedMerger:
     return PaperMerger(facts.geometry, plan.chunk_tokens, plan.seed)
 
 
+def _texts(path: Path, plan: CapturePlan) -> Samples:
+    count = plan.documents + plan.held_out
+    return text_samples(path, context=plan.context, continuation=plan.continuation, count=count)
+
+
+def _samples(path: Path, plan: MergerPlan) -> Samples:
+    if plan.chats is None:
+        return _texts(path, plan.captures)
+    return chat_samples(path, plan.chats, plan.captures.documents + plan.captures.held_out)
+
+
 def _capture(
-    path: Path, facts: ModelFacts, plan: CapturePlan, work: Path, begin: Begin
+    path: Path, facts: ModelFacts, plan: CapturePlan, samples: Samples, work: Path, begin: Begin
 ) -> Captures:
     advance, count = begin("captures", plan.documents + plan.held_out), 0
 
@@ -188,7 +209,7 @@ def _capture(
         count += 1
         advance(count, None)
 
-    return capture_documents(path, facts, plan, work / "captures", done)
+    return capture_samples(path, facts, plan, samples, work / "captures", done)
 
 
 def _fit(
@@ -199,7 +220,7 @@ def _fit(
 
 
 def _bound(facts: ModelFacts, plan: ScorerPlan | MergerPlan, captures: Captures) -> str:
-    return repr((facts.revision, plan, captures.texts))
+    return repr((facts.revision, plan, captures.source))
 
 
 def _record(
@@ -211,6 +232,7 @@ def _record(
     *,
     hidden: int,
     chunk_tokens: int = 0,
+    modality: Modality = TEXT,
 ) -> ArtefactRecord:
     return ArtefactRecord(
         kind=kind,
@@ -220,27 +242,7 @@ def _record(
         geometry=facts.geometry,
         hidden=hidden,
         chunk_tokens=chunk_tokens,
-        texts=captures.texts,
+        modality=modality,
+        texts=captures.source,
         held_out_loss=state.best_loss,
     )
-
-
-def _distillation(
-    path: Path,
-    facts: ModelFacts,
-    plan: MergerPlan,
-    merger: TrainedMerger,
-    frame: RopeFrame,
-    captures: Captures,
-) -> DistillationObjective:
-    texts = documents(
-        Vocabulary(path).encode,
-        SPLIT,
-        context=plan.captures.context,
-        continuation=plan.captures.continuation,
-        count=plan.captures.documents + plan.captures.held_out,
-    )
-    model = HFModel.read(path, facts, "float32", "cpu")
-    model.model.requires_grad_(False)
-    tokens = tuple(text.continuation for text in texts)
-    return DistillationObjective(merger, frame, captures, model, tokens, plan.seed)

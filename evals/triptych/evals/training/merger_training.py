@@ -15,8 +15,9 @@ from triptych.evals.training.captures import Captures, order_of, read_capture
 from triptych.evals.training.output_matching import (
     context_of,
     matching_loss,
-    merge_context,
+    merge_capture,
     output_error,
+    plan_of,
 )
 from triptych.workers.compress.learned.chunk_merger import (
     Chunks,
@@ -26,7 +27,6 @@ from triptych.workers.compress.learned.chunk_merger import (
     Merger,
     PaperMerger,
 )
-from triptych.workers.compress.learned.chunk_plan import SINK_TOKENS, WINDOW_TOKENS
 from triptych.workers.compress.learned.merge_requests import gather_chunks
 from triptych.workers.compress.learned.rope_frame import RopeFrame
 
@@ -49,18 +49,24 @@ class MatchingObjective:
     frame: RopeFrame
     captures: Captures
     seed: int = 0
+    batch: int = 1
+    """Samples of a step."""
 
     def loss(self, step: int) -> Tensor:
         """Shapes: -> [L]"""
-        capture = read_capture(order_of(self.captures.files, step, self.seed))
         offset = phase_of(step, self.seed, self.network.chunk_tokens)
-        merged = merge_context(self.network, self.frame, context_of(capture), offset)
-        return matching_loss(merged, capture)
+        steps = range(step * self.batch, (step + 1) * self.batch)
+        files = [order_of(self.captures.files, one, self.seed) for one in steps]
+        losses = [
+            matching_loss(merge_capture(self.network, self.frame, one, offset), one)
+            for one in map(read_capture, files)
+        ]
+        return torch.stack(losses).mean(0)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
         losses = [
-            matching_loss(merge_context(self.network, self.frame, context_of(one)), one).mean()
+            matching_loss(merge_capture(self.network, self.frame, one), one).mean()
             for one in map(read_capture, self.captures.held_out)
         ]
         return float(torch.stack(losses).mean())
@@ -156,11 +162,10 @@ class ReconstructionObjective:
 
 
 def _chunks_of(file: Path, frame: RopeFrame, chunk_tokens: int, offset: int = 0) -> Chunks:
-    cache = context_of(read_capture(file))
-    last = cache.keys.shape[2] - WINDOW_TOKENS - chunk_tokens + 1
-    return gather_chunks(
-        cache, frame, torch.arange(SINK_TOKENS + offset, last, chunk_tokens), chunk_tokens
-    )
+    capture = read_capture(file)
+    plan = plan_of(capture, chunk_tokens, offset)
+    starts = torch.tensor([start for some in plan.chunks.values() for start in some])
+    return gather_chunks(context_of(capture), frame, starts, chunk_tokens)
 
 
 # ------------------------------------------------------------------ before and after
@@ -198,9 +203,8 @@ def report_merger(merger: Merger, frame: RopeFrame, files: Sequence[Path]) -> Me
     rows = list[list[Tensor]]()
     mean = MeanMerger(merger.chunk_tokens)
     for capture in map(read_capture, files):
-        cache = context_of(capture)
-        error, lse = output_error(merge_context(merger, frame, cache), capture)
-        pooled, _ = output_error(merge_context(mean, frame, cache), capture)
+        error, lse = output_error(merge_capture(merger, frame, capture), capture)
+        pooled, _ = output_error(merge_capture(mean, frame, capture), capture)
         rows.append([error.mean(), pooled.mean(), lse.mean()])
     error, pooled, lse = torch.tensor(rows).mean(0).tolist()
     return MergerReport(error, pooled, lse)

@@ -6,11 +6,11 @@
 import torch
 from torch import Tensor
 
-from triptych.core.images import TEXT, Segment
+from triptych.core.images import IMAGE, TEXT, Segment, all_segments
 from triptych.evals.methods.replaced_cache import ReplacedCache
 from triptych.evals.training.captures import Capture
 from triptych.workers.compress.learned.chunk_merger import Merger
-from triptych.workers.compress.learned.chunk_plan import plan_chunks
+from triptych.workers.compress.learned.chunk_plan import ChunkPlan, plan_chunks
 from triptych.workers.compress.learned.merge_requests import RequestCache, merge_requests
 from triptych.workers.compress.learned.rope_frame import RopeFrame
 
@@ -28,13 +28,37 @@ def context_of(capture: Capture) -> RequestCache:
     )
 
 
-def merge_context(
-    merger: Merger, frame: RopeFrame, cache: RequestCache, offset: int = 0
+def plan_of(capture: Capture, chunk_tokens: int, offset: int = 0) -> ChunkPlan:
+    """Chunks of a text between sinks and recent window, or of the images of a chat.
+
+    ``offset``: phase of the chunks in a text; those of an image begin with it, as when it is
+    served.
+    """
+    text = [Segment(TEXT, 0, capture.context)]
+    if not capture.images:
+        return plan_chunks(text, chunk_tokens, offset=offset)
+    every = all_segments(capture.images, capture.context)
+    return plan_chunks(every, chunk_tokens, modalities=(IMAGE,), window_tokens=0)
+
+
+def merge_capture(
+    merger: Merger, frame: RopeFrame, capture: Capture, offset: int = 0
 ) -> ReplacedCache:
-    """A text merged between sinks and recent window. ``offset``: phase of the chunks."""
-    tokens = cache.keys.shape[2]
-    plan = plan_chunks([Segment(TEXT, 0, tokens)], merger.chunk_tokens, offset=offset)
-    (merged,) = merge_requests({TEXT: merger}, frame, [cache], [plan])
+    """The context of a capture after merging. ``offset``: as in ``plan_of``."""
+    plan = plan_of(capture, merger.chunk_tokens, offset)
+    return _merged(merger, frame, context_of(capture), plan)
+
+
+def merge_context(merger: Merger, frame: RopeFrame, cache: RequestCache) -> ReplacedCache:
+    """A text merged between sinks and recent window."""
+    plan = plan_chunks([Segment(TEXT, 0, cache.keys.shape[2])], merger.chunk_tokens)
+    return _merged(merger, frame, cache, plan)
+
+
+def _merged(
+    merger: Merger, frame: RopeFrame, cache: RequestCache, plan: ChunkPlan
+) -> ReplacedCache:
+    (merged,) = merge_requests(dict.fromkeys(plan.chunks, merger), frame, [cache], [plan])
     return ReplacedCache(merged.keys, merged.values, merged.bias)
 
 

@@ -220,6 +220,7 @@ def _prefill() -> Iterator[Planned]:
                 sinks,
                 past,
                 sums,
+                (True, False) if kind is RICH else (),
                 query,
             ),
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from triptych.kernels.codec.cpu import load_tokens
 from triptych.kernels.pages import Past
-from triptych.kernels.prefill.reference import Keys, add_sums, gather_keys, visible
+from triptych.kernels.prefill.reference import Keys, add_sums, gather_keys, is_two_way, visible
 
 BLOCK_FLOATS = 2**18
 """Weights of one block: 1 MiB, about the second-level cache of a core."""
@@ -40,6 +40,7 @@ def prefill_attention(
     sinks: Tensor | None = None,
     past: Past | None = None,
     significance: Tensor | None = None,
+    two_way: Sequence[bool] = (),
 ) -> Tensor:
     """See ``reference.prefill_attention``."""
     out = torch.empty_like(query)
@@ -49,11 +50,12 @@ def prefill_attention(
         keys = gather_keys(load_tokens, key[start:end], value[start:end], past, index)
         sums = None if significance is None else significance[index]
         queries, mixed, is_even = query[start:end], out[start:end], _has_no_gap(keys, end - start)
+        both_ways = is_two_way(two_way, index)
         if is_even or sums is None:
-            _attend(queries, keys, mixed, scale, window, softcap, sinks, sums)
+            _attend(queries, keys, mixed, scale, window, softcap, sinks, sums, both_ways)
         else:
             padded = torch.zeros(len(sums), keys.positions.shape[1])
-            _attend(queries, keys, mixed, scale, window, softcap, sinks, padded)
+            _attend(queries, keys, mixed, scale, window, softcap, sinks, padded, both_ways)
             add_sums(sums, padded, keys, end - start)
     return out
 
@@ -72,6 +74,7 @@ def _attend(
     softcap: float,
     sinks: Tensor | None,
     sums: Tensor | None,
+    both_ways: bool,
 ) -> None:
     """Write attention of one sequence to ``out`` [n, H, d]; add to ``sums`` [H, N] if given."""
     count, heads, dim = query.shape
@@ -80,11 +83,12 @@ def _attend(
     grouped = (query.float() * scale).view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
     key = F.pad(keys.key.transpose(1, 2), (0, -known % BLOCK))
     value = F.pad(keys.value, (0, 0, 0, -known % BLOCK))
-    is_plain = window == 0 and _has_no_gap(keys, count)
-    hidden = None if is_plain else _hidden(keys, count, window)
+    is_plain = window == 0 and not both_ways and _has_no_gap(keys, count)
+    hidden = None if is_plain else _hidden(keys, count, window, both_ways)
     for start, end in _blocks(count, first, heads):
         size, rows = end - start, max(end - start, MIN_QUERIES)
-        seen = first + end + -(first + end) % BLOCK
+        last = known if both_ways else first + end
+        seen = last + -last % BLOCK
         queries = grouped[:, :, start:end]
         if size < rows:
             queries = F.pad(queries, (0, 0, 0, rows - size))
@@ -102,16 +106,16 @@ def _attend(
             total = logits.logsumexp(-1)
             weights *= torch.sigmoid(total - sinks.view(kv_heads, group, 1))[..., None]
         if sums is not None:
-            received = weights[:, :, :size, : first + end].reshape(heads, size, first + end)
-            sums[:, : first + end] += received.sum(1)
+            received = weights[:, :, :size, :last].reshape(heads, size, last)
+            sums[:, :last] += received.sum(1)
         attended = torch.bmm(weights.view(kv_heads, group * rows, seen), value[:, :seen])
         attended = attended.view(kv_heads, group, rows, dim)[:, :, :size].permute(2, 0, 1, 3)
         out[start:end] = attended.reshape(size, heads, dim)
 
 
-def _hidden(keys: Keys, count: int, window: int) -> Tensor:
+def _hidden(keys: Keys, count: int, window: int, both_ways: bool) -> Tensor:
     """Which keys a query may not read, [KH, 1, n, N rounded up to whole blocks]."""
-    hidden = ~visible(keys, count, window)[:, None]
+    hidden = ~visible(keys, count, window, both_ways)[:, None]
     return F.pad(hidden, (0, -hidden.shape[-1] % BLOCK), value=True)
 
 

@@ -59,6 +59,7 @@ def prefill_attention(
     sinks: Tensor | None = None,
     past: Past | None = None,
     significance: Tensor | None = None,
+    two_way: Sequence[bool] = (),
 ) -> Tensor:
     """See ``reference.prefill_attention``.
 
@@ -69,7 +70,7 @@ def prefill_attention(
              the products, with the log-sum-exps of the first pass
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    options = (scale, window, softcap, sinks, past, significance, out)
+    options = (scale, window, softcap, sinks, past, significance, two_way, out)
     for launch in plan(query, key, value, offsets, *options):
         launch.run()
     return out
@@ -86,6 +87,7 @@ def plan(
     sinks: Tensor | None,
     past: Past | None,
     significance: Tensor | None,
+    two_way: Sequence[bool],
     out: Tensor,
 ) -> list[Launch]:
     """The launches of one call: output, and with ``significance`` sums over new and past keys."""
@@ -97,6 +99,9 @@ def plan(
     is_exact = query.dtype == torch.float32
     block = block_of(dim, is_exact)
     starts = torch.tensor(offsets, dtype=torch.int32).to(query.device)
+    both = None
+    if any(two_way):
+        both = torch.tensor(two_way, dtype=torch.int32).to(query.device)
     launches, first, lse = list[Launch](), None, None
     if past is not None and window > 0:
         first = torch.zeros(sequences, dtype=torch.int32, device=query.device)
@@ -116,16 +121,16 @@ def plan(
         "TYPE": _type_of(query.dtype),
     }
     arguments = (
-        query, key, value, out, lse, sinks, starts, first, *key.stride()[:2], *value.stride()[:2],
-        *shared,
+        query, key, value, out, lse, sinks, starts, both, first, *key.stride()[:2],
+        *value.stride()[:2], *shared,
     )  # fmt: skip
     grid = (-(-longest // block.queries), heads, sequences)
     launches.append(Launch(attend_chunks, grid, arguments, constants, *block.size))
     if significance is None:
         return launches
     arguments = (
-        query, key, lse, starts, first, significance, *key.stride()[:2], *significance.stride(),
-        *shared,
+        query, key, lse, starts, both, first, significance, *key.stride()[:2],
+        *significance.stride(), *shared,
     )  # fmt: skip
     old = 0 if past is None else past.pages.shape[2] * past.layout.tokens
     for is_past, count in ((False, longest), (True, old)):

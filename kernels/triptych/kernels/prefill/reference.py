@@ -37,6 +37,7 @@ def prefill_attention(
     sinks: Tensor | None = None,
     past: Past | None = None,
     significance: Tensor | None = None,
+    two_way: Sequence[bool] = (),
 ) -> Tensor:
     """Causal attention of a ragged batch of prompts, or of the next chunk of each prompt.
 
@@ -44,7 +45,9 @@ def prefill_attention(
     attends to all past tokens of its sequence and to new ones up to itself. The positions of new
     tokens follow the largest position of the past. ``window > 0`` hides keys that are ``window``
     or more positions old; ``softcap > 0`` caps logits by tanh. ``sinks``: a logit of each head
-    that takes part in every softmax and has no value; neither is it scaled or capped.
+    that takes part in every softmax and has no value; neither is it scaled or capped. ``two_way``
+    says of each sequence whether its new tokens attend to all new ones, whatever the window is;
+    empty: none does.
 
     ``significance`` is added to in place and so accumulates over chunks: entry [b, h, j] grows by
     the attention that key j of head h, past keys first, receives from the new queries. None: it is
@@ -55,7 +58,7 @@ def prefill_attention(
     Dtypes:  query, key, value float32 or bfloat16 alike, and the output; sinks and significance
              float32
     Source:  LeanKV and DiffKV (token significance from attention); SARATHI (chunks); GPT-OSS
-             (sinks)
+             (sinks); Gemma 3 (images that are seen in both directions)
     """
     out = torch.empty_like(query)
     for index, (start, end) in enumerate(pairwise(offsets)):
@@ -63,7 +66,7 @@ def prefill_attention(
             continue
         keys = gather_keys(load_tokens, key[start:end], value[start:end], past, index)
         logits = _logits(query[start:end], keys.key, scale, softcap)
-        hidden = ~visible(keys, end - start, window)
+        hidden = ~visible(keys, end - start, window, is_two_way(two_way, index))
         group = query.shape[1] // key.shape[1]
         logits = logits.masked_fill(hidden.repeat_interleave(group, 0), float("-inf"))
         weights = logits.softmax(-1)
@@ -102,12 +105,24 @@ def gather_keys(load: Load, key: Tensor, value: Tensor, past: Past | None, index
     )
 
 
-def visible(keys: Keys, queries: int, window: int) -> Tensor:
-    """Mask of the keys that each query may read, bool [KH, n, P + n]."""
+def is_two_way(two_way: Sequence[bool], index: int) -> bool:
+    """Whether new tokens of a sequence attend to all new ones."""
+    return bool(two_way) and two_way[index]
+
+
+def visible(keys: Keys, queries: int, window: int, both_ways: bool) -> Tensor:
+    """Mask of the keys that each query may read, bool [KH, n, P + n].
+
+    ``both_ways``: each new token reads all new ones.
+    """
     query_at = keys.positions[:, -queries:, None]
     key_at = keys.positions[:, None, :]
     seen = (key_at >= 0) & (key_at <= query_at)
-    return seen & (query_at - key_at < window) if window > 0 else seen
+    if window > 0:
+        seen &= query_at - key_at < window
+    if both_ways:
+        seen[:, :, -queries:] = True
+    return seen
 
 
 def add_sums(significance: Tensor, sums: Tensor, keys: Keys, queries: int) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from triptych.core import messages as core
-from triptych.core.errors import ConfigError
 from triptych.loadgen.report.stats import Figures, Slo, distribution, goodput_per_gb, percentile
 from triptych.loadgen.workload.turns import Session
 from triptych.simulator import Job, Outcome, Trial
@@ -13,25 +12,25 @@ def jobs_of(
     sessions: Iterable[Session],
     asked: core.Slo = core.NO_SLO,
     total_tokens: int | None = None,
+    image_tokens: int = 0,
 ) -> Iterator[tuple[Job, ...]]:
     """Sessions in the simulator's form; ``asked``: the SLO of each request.
 
     ``total_tokens``: requests set no ``max_tokens``, so the server allows as many as a context of
     this length has left. None: ``max_tokens`` is the length of the answer.
-
-    Raises: ConfigError if a request has images
+    ``image_tokens``: of each image, beside those of the text.
     """
     for number, session in enumerate(sessions):
-        if any(one.images for one in session.turns):
-            raise ConfigError("the simulator has no encode stage: choose a workload without images")
+        lengths = [one.prompt_tokens + image_tokens * len(one.images) for one in session.turns]
         yield tuple(
             Job(
                 id=f"{number}.{turn}",
-                prompt_tokens=one.prompt_tokens,
-                max_tokens=max(one.output_tokens, (total_tokens or 0) - one.prompt_tokens),
+                prompt_tokens=lengths[turn],
+                max_tokens=max(one.output_tokens, (total_tokens or 0) - lengths[turn]),
                 output_tokens=one.output_tokens,
                 at_s=session.start_s if turn == 0 else one.pause_s,
                 slo=asked,
+                images=tuple((name, image_tokens) for name in one.images),
                 segments=tuple((part.key, part.tokens) for part in one.segments),
             )
             for turn, one in enumerate(session.turns)

@@ -15,7 +15,7 @@ from triptych.evals.methods.replaced_cache import ReplacedCache
 from triptych.evals.training.captures import (
     CapturePlan,
     Captures,
-    capture_documents,
+    capture_samples,
     read_capture,
 )
 from triptych.evals.training.fit import FitPlan
@@ -28,6 +28,7 @@ from triptych.evals.training.learned_networks import (
 )
 from triptych.evals.training.merger_training import MergerReport
 from triptych.evals.training.output_matching import attend, context_of, output_error
+from triptych.evals.training.samples import text_samples
 from triptych.evals.training.scorer_training import (
     ScorerObjective,
     ScorerReport,
@@ -60,6 +61,16 @@ def begin(kill: tuple[str, int] | None = None) -> Callable[[str, int], Callable[
     return begin_part
 
 
+def capture_texts(model: Path, facts: ModelFacts, plan: CapturePlan, folder: Path) -> Captures:
+    samples = text_samples(
+        model,
+        context=plan.context,
+        continuation=plan.continuation,
+        count=plan.documents + plan.held_out,
+    )
+    return capture_samples(model, facts, plan, samples, folder, lambda: None)
+
+
 @pytest.fixture(scope="module")
 def facts(tiny_model: Path) -> ModelFacts:
     return describe(tiny_model)
@@ -70,7 +81,7 @@ def captures(
     tiny_model: Path, facts: ModelFacts, tmp_path_factory: pytest.TempPathFactory
 ) -> Captures:
     folder = tmp_path_factory.mktemp("captures")
-    return capture_documents(tiny_model, facts, TEXTS, folder, lambda: None)
+    return capture_texts(tiny_model, facts, TEXTS, folder)
 
 
 def scorer_plan(model: Path) -> ScorerPlan:
@@ -185,18 +196,18 @@ def test_captures_are_made_once(
         raise AssertionError("the model is not needed")
 
     monkeypatch.setattr("triptych.evals.training.captures.load", no_model)
-    again = capture_documents(tiny_model, facts, TEXTS, captures.files[0].parent, lambda: None)
+    again = capture_texts(tiny_model, facts, TEXTS, captures.files[0].parent)
     assert again == captures
     other = replace(TEXTS, context=136)
     with pytest.raises(AssertionError):
-        capture_documents(tiny_model, facts, other, captures.files[0].parent, lambda: None)
+        capture_texts(tiny_model, facts, other, captures.files[0].parent)
 
 
 def test_a_context_beyond_the_model_is_refused(
     tiny_model: Path, facts: ModelFacts, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="the model's context is 512"):
-        capture_documents(tiny_model, facts, CapturePlan(context=600), tmp_path, lambda: None)
+        capture_texts(tiny_model, facts, CapturePlan(context=600), tmp_path)
 
 
 # ------------------------------------------------------------------ training

@@ -90,6 +90,19 @@ def test_windows_and_soft_caps_change_the_weights(options: dict[str, Any], devic
     check(device, RAGGED, 4, 2, 64, **options)
 
 
+@pytest.mark.parametrize("options", [{"also_plain": True}, {"window": 20}, {"softcap": 1.5}])
+@pytest.mark.parametrize("name", [None, "k8v4"])
+def test_some_sequences_attend_in_both_directions(
+    name: str | None, options: dict[str, Any], device: Any, new_cache: NewCache
+) -> None:
+    past = None
+    if name is not None:
+        cache = new_cache(64, pages=60)
+        section = cache.fill(name, [[40, 11], [0, 0], [3, 9]]).section
+        past = Past(cache.arena, section.layout, section.pages, section.tokens)
+    check(device, [70, 33, 16], 4, 2, 64, past=past, two_way=(True, False, True), **options)
+
+
 @pytest.mark.parametrize("options", [{"also_plain": True}, {"window": 33, "softcap": 1.5}])
 def test_sinks_take_part_in_the_softmax_and_have_no_value(
     options: dict[str, Any], device: Any, new_cache: NewCache

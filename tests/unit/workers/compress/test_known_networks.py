@@ -26,10 +26,11 @@ def test_each_kind_is_found_and_a_packaged_one_serves_where_none_is_named(
 ) -> None:
     files = networks_beside(tiny_model)
     named = found(tiny_model, files)
-    assert {one.kind: one.chunk_tokens for one in named} == {
-        "merger": 3,
-        "paper_merger": 3,
-        "scorer": 0,
+    assert {(one.kind, one.modality): one.chunk_tokens for one in named} == {
+        ("merger", "text"): 3,
+        ("merger", "image"): 4,
+        ("paper_merger", "text"): 3,
+        ("scorer", "text"): 0,
     }
     monkeypatch.setattr(known_networks, "PACKAGED", tmp_path)
     assert found(tiny_model, ["auto"]) == ()
@@ -45,10 +46,10 @@ def test_each_kind_is_found_and_a_packaged_one_serves_where_none_is_named(
 def test_files_that_are_absent_torn_twice_there_or_of_another_model_are_refused(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    merger = next(one for one in networks_beside(tiny_model) if ".merger." in one)
+    merger = next(one for one in networks_beside(tiny_model) if ".text.merger." in one)
     with pytest.raises(ConfigError, match=r"compressor\.learned='/none': there is no such file"):
         found(tiny_model, ["/none"])
-    with pytest.raises(ConfigError, match="are both a merger; name one"):
+    with pytest.raises(ConfigError, match="are both a merger of modality 'text'; name one"):
         found(tiny_model, [merger, merger])
     data = bytearray(Path(merger).read_bytes())
     data[-3] ^= 1
@@ -66,7 +67,10 @@ def test_files_that_are_absent_torn_twice_there_or_of_another_model_are_refused(
 def test_a_file_that_was_replaced_since_the_start_is_not_used(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    merger, paper = networks_beside(tiny_model)[:2]
+    merger, paper = (
+        next(one for one in networks_beside(tiny_model) if f".text.{kind}." in one)
+        for kind in ("merger", "paper_merger")
+    )
     copy = tmp_path / "network"
     copy.write_bytes(Path(merger).read_bytes())
     (file,) = found(tiny_model, [str(copy)])

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.learned import CHUNK_TOKENS, networks_beside, save_networks
+from tests.learned import CHUNK_TOKENS, IMAGE_CHUNK_TOKENS, networks_beside
 from tests.unit.conformance.rows import compress, stored
 from tests.unit.workers.decode.test_resume import Stages
 from tests.unit.workers.test_local_server import greedy
-from triptych.core.config import CompressorConfig
+from triptych.core.config import AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError
-from triptych.core.images import Segment
+from triptych.core.images import Segment, all_segments
 from triptych.core.messages import CompressionReport, Request
 from triptych.core.methods.table import policies_of
 from triptych.kernels.pages import segments
+from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.kv.handle_codec import unpack_run
+from triptych.workers.models.facts import describe
 
 TOKENS = 250
 IMAGES = (Segment("image", 20, 84), Segment("image", 100, 196))
@@ -123,7 +125,6 @@ def test_a_high_floor_keeps_images_high(tiny_model: Path) -> None:
 
 def test_text_is_merged_by_segments_and_images_are_kept(tiny_model: Path) -> None:
     """No merged token has members on both sides of the border of an image."""
-    save_networks(tiny_model)
     learned = networks_beside(tiny_model)
     stages, held, report = run(tiny_model, "learned:merge", learned=learned)
     moved, of_images = leaving(stages), positions(IMAGES)
@@ -139,11 +140,70 @@ def test_text_is_merged_by_segments_and_images_are_kept(tiny_model: Path) -> Non
     assert text.stored_tokens == len(expected - of_images) + TOKENS - len(moved)
 
 
+@pytest.mark.parametrize(
+    ("policy", "merged"),
+    [
+        ("uniform:k8v4/learned:merge", {"image"}),
+        ("learned:merge/learned:merge", {"text", "image"}),
+        ("learned:paper/learned:merge", {"text", "image"}),
+        ("learned:merge/uniform:k8v4", {"text"}),
+    ],
+)
+def test_each_modality_is_merged_by_its_own_network(
+    tiny_model: Path, policy: str, merged: set[str]
+) -> None:
+    """Chunks of images have four tokens, those of text three; neither crosses a border."""
+    learned = networks_beside(tiny_model)
+    stages, held, report = run(tiny_model, policy, learned=learned)
+    moved, of_images = leaving(stages), positions(IMAGES)
+    expected = set[int]()
+    for segment in all_segments(IMAGES, TOKENS):
+        inside = sorted(moved & set(range(segment.start, segment.end)))
+        k = {"text": CHUNK_TOKENS, "image": IMAGE_CHUNK_TOKENS}[segment.modality]
+        if segment.modality not in merged:
+            k = 1
+        whole = len(inside) // k * k
+        expected |= {*inside[k - 1 : whole : k], *inside[whole:]}
+    assert all(row == expected for row in held["k8v4"])
+    text, image = report.modalities
+    here = len(of_images - moved) + len(of_images & expected)
+    assert (image.tokens, image.stored_tokens) == (160, here)
+    assert text.stored_tokens == len(expected - of_images) + TOKENS - len(moved | of_images)
+
+
+def test_merged_tokens_of_images_are_the_same_beside_merged_text(tiny_model: Path) -> None:
+    """They stand in other places of the pages, and nothing else is different."""
+    found = list[dict[tuple[int, int], torch.Tensor]]()
+    for policy in ("uniform:k8v4/learned:merge", "learned:merge/learned:merge"):
+        settings = {**SETTINGS, "recent_window_tokens": 64, "high_window_tokens": 64}
+        settings |= {"policy": policy, "learned": networks_beside(tiny_model)}
+        stages = Stages.of(tiny_model, settings)
+        ((_, done),) = compress(stages, [REQUEST], segments=IMAGES)
+        _, (_, keys, values, at), *_ = stored(stages, done)
+        found.append(
+            {
+                (row, position): torch.cat((keys[row, place], values[row, place]))
+                for row in range(len(at))
+                for place, position in enumerate(at[row].tolist())
+                if position in positions(IMAGES)
+            }
+        )
+    alone, together = found
+    common = alone.keys() & together.keys()
+    assert len(common) > 30 * 4
+    assert all(torch.equal(alone[one], together[one]) for one in common)
+
+
+def test_images_are_not_merged_without_a_network_for_them(tiny_model: Path) -> None:
+    texts = [one for one in networks_beside(tiny_model) if ".image." not in one]
+    with pytest.raises(ConfigError, match="needs training for tokens of modality 'image'"):
+        run(tiny_model, "uniform:k8v4/learned:merge", learned=texts)
+
+
 def test_unmerged_tokens_beside_merged_ones_are_stored_as_without_a_merger(
     tiny_model: Path,
 ) -> None:
     """All of the prompt is an image: nothing is merged, and no token has a bias."""
-    save_networks(tiny_model)
     whole, found = (Segment("image", 0, TOKENS),), list[dict[tuple[int, int], torch.Tensor]]()
     for policy in ("learned:merge", "knorm"):  # neither uses the prefix cache
         settings = {**SETTINGS, "policy": policy, "learned": networks_beside(tiny_model)}
@@ -180,11 +240,18 @@ def test_unmerged_tokens_beside_merged_ones_are_stored_as_without_a_merger(
         ("snapkv/tova", "one score"),
         ("diffkv/uniform:k4v4", "two formats"),
         ("uniform:k4v2/uniform:k8v4", "fewer bits"),
+        ("snapkv/learned:merge", "no token beside them is dropped"),
+        ("learned:merge/diffkv", "no token beside them is dropped"),
+        ("learned:merge/uniform:k4v2", "in the same format"),
     ],
 )
-def test_pairs_that_cannot_share_a_request_are_refused(policy: str, reason: str) -> None:
+def test_pairs_that_cannot_share_a_request_are_refused(
+    tiny_model: Path, policy: str, reason: str
+) -> None:
+    config = AppConfig(compressor=CompressorConfig(learned=tuple(networks_beside(tiny_model))))
+    files = find_networks(config, describe(tiny_model))
     with pytest.raises(ConfigError, match=reason):
-        policies_of(CompressorConfig(policy=policy))
+        policies_of(CompressorConfig(policy=policy), learned=files)
 
 
 def test_methods_with_and_without_a_part_for_images_are_offered_together() -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.tiny_vision import (
     Reference,
     random_images,
+    save_tiny_gemma3,
     save_tiny_idefics3,
     save_tiny_idefics3_with_tiles,
     save_tiny_mistral3,
@@ -41,6 +42,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
         save_tiny_smolvlm,
         save_tiny_qwen2_vl,
         save_tiny_mistral3,
+        save_tiny_gemma3,
     ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -80,8 +82,9 @@ def ask(
 ) -> list[Completion]:
     requests = list[object]()
     for text, numbers in cases:
-        ids = reference.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        requests.append(server.request(ids, GREEDY, pictures(numbers), cache_salt=salt))
+        requests.append(
+            server.request(reference.ids(text), GREEDY, pictures(numbers), cache_salt=salt)
+        )
     return server.complete(requests)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import KVHandle, LeaseRef
-from triptych.core.images import TEXT, all_segments
+from triptych.core.images import all_segments
 from triptych.core.layout import PageLayout
 from triptych.core.messages import (
     ROUTER,
@@ -42,7 +42,14 @@ from triptych.kernels.pages import segments
 from triptych.kernels.prefill.significance import ALWAYS_HIGH
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.compress.attention_predictor import AttentionPredictor
-from triptych.workers.compress.job import ClassPlan, EarlyEncode, Job, LayerGroup, split_by_class
+from triptych.workers.compress.job import (
+    ClassPlan,
+    EarlyEncode,
+    Job,
+    LayerGroup,
+    MergedChunks,
+    split_by_class,
+)
 from triptych.workers.compress.learned.chunk_plan import chunk_starts
 from triptych.workers.compress.modality_report import modality_reports
 from triptych.workers.compress.prompt_merger import MergedPrompt, PromptMerger
@@ -92,9 +99,9 @@ class CompressEngine:
         self._judge = TokenJudge(self._memory, self.plan.raw)
         plans = self.plan.by_method.values()
         self._mergers = {
-            plan.policy.merger: PromptMerger(plan, self.device)
+            (file, plan.high): PromptMerger(file, plan, self.device)
             for plan in plans
-            if plan.policy.merger is not None
+            for file in plan.policy.mergers.values()
         }
         self._predictors = {
             plan.policy.scorer: AttentionPredictor(plan, self.device)
@@ -349,7 +356,7 @@ class CompressEngine:
         on it.
         """
         policy, raw, tokens = job.plan.policy, group.raw, job.tokens
-        if policy.merger is not None and job.floor == "low":
+        if job.plan.merges and job.floor == "low":
             return [self._recent_class(group, job), self._merged_class(group, job)]
         rows, there = len(raw), self.device.name
         first, end = group.leaving.start, group.leaving.stop
@@ -386,45 +393,54 @@ class CompressEngine:
         ]
 
     def _merged_class(self, group: LayerGroup, job: Job) -> ClassPlan:
-        """The merged tokens, and those that no chunk of text has: as many in each head row.
+        """The merged tokens, and those that no chunk has: as many in each head row.
 
         A chunk never crosses the border of an image.
         """
-        rows, chunk, put = len(group.raw), job.plan.policy.merged_tokens, self.device.put
+        rows, put = len(group.raw), self.device.put
         first, end = group.leaving.start, group.leaving.stop
-        starts = np.array(
-            [
-                start
-                for segment in all_segments(job.segments, job.tokens)
-                if segment.modality == TEXT
-                for start in chunk_starts(segment, chunk, first, end)
-            ],
-            np.int64,
-        )
-        inside = (starts[:, None] + np.arange(chunk)).ravel()
-        others = np.setdiff1d(np.arange(first, end), inside).astype(np.int32)
-        places = np.arange(starts.size, starts.size + others.size, dtype=np.int32)
-        counts: Ids = np.full(rows, starts.size + others.size, np.int32)
+        merged, others, count = list[MergedChunks](), np.arange(first, end, dtype=np.int32), 0
+        for modality, network in job.plan.policy.mergers.items():
+            chunk = network.chunk_tokens
+            starts = np.array(
+                [
+                    start
+                    for segment in all_segments(job.segments, job.tokens)
+                    if segment.modality == modality
+                    for start in chunk_starts(segment, chunk, first, end)
+                ],
+                np.int64,
+            )
+            merged.append(MergedChunks(modality, network, put(starts), count))
+            count += starts.size
+            others = np.setdiff1d(others, (starts[:, None] + np.arange(chunk)).ravel())
+        places = np.arange(count, count + others.size, dtype=np.int32)
+        counts: Ids = np.full(rows, count + others.size, np.int32)
         return ClassPlan(
             job.plan.high,
-            put(others),
+            put(others.astype(np.int32)),
             put(places).expand(rows, others.size),
             counts,
-            merged=put(starts),
+            merged=tuple(merged),
         )
 
     # ---------------------------------------------------------------- encode
 
     def _encode(self, jobs: list[Job], groups: list[LayerGroup], encoded: list[list[Ids]]) -> None:
-        merged = dict[LearnedFile, list[MergedPrompt]]()
+        merged = dict[tuple[LearnedFile, PageLayout], list[MergedPrompt]]()
         for job, group, ids in zip(jobs, groups, encoded, strict=True):
             for plan, own in zip(group.classes, ids, strict=True):
-                if plan.merged is not None and own.size and job.plan.policy.merger is not None:
-                    into = self.device.put(own).view(len(group.raw), -1)
-                    prompt = MergedPrompt(self._raw(group.raw), job.tokens, plan.merged, into)
-                    merged.setdefault(job.plan.policy.merger, []).append(prompt)
-        for file, prompts in merged.items():
-            self._mergers[file].merge(prompts)
+                for chunks in (one for one in plan.merged if one.starts.numel()):
+                    prompt = MergedPrompt(
+                        raw=self._raw(group.raw),
+                        tokens=job.tokens,
+                        starts=chunks.starts,
+                        first_place=chunks.first_place,
+                        pages=self.device.put(own).view(len(group.raw), -1),
+                    )
+                    merged.setdefault((chunks.network, plan.layout), []).append(prompt)
+        for merger, prompts in merged.items():
+            self._mergers[merger].merge(prompts)
         for job, group, ids in zip(jobs, groups, encoded, strict=True):
             if job.plan.merges:
                 self._clear_scores(group)

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.handles import LeaseRef
-from triptych.core.images import Segment
+from triptych.core.images import Modality, Segment
 from triptych.core.layout import PageLayout
 from triptych.core.messages import Floor, Layers, LayersEncoded, Send
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.pages import PagePlan
 from triptych.workers.kv.block_table import SectionTable
 from triptych.workers.kv.handle_codec import Run, pages_of, pool_pages, small_pages
@@ -34,10 +35,9 @@ class ClassPlan:
     """Tokens of each head row."""
     is_fixed: bool = False
     """Whether its pages are never written again: whole blocks of a prompt."""
-    merged: Tensor | None = None
-    """First positions of the chunks of tokens that are merged, int64: each gives one token, in the
-    first places of each row. ``tokens`` are the others, which are stored as they are. None: the
-    class has no merged tokens."""
+    merged: tuple["MergedChunks", ...] = ()
+    """Tokens that are merged, those of a modality each. ``tokens`` are the others, which are stored
+    as they are."""
 
     @property
     def pages(self) -> Ids:
@@ -56,6 +56,18 @@ class ClassPlan:
         table = SectionTable(self.layout, np.zeros((rows, 1, 1, width), np.int32), tokens)
         table.fill(0, self.counts, ids)
         return table
+
+
+@dataclass(frozen=True)
+class MergedChunks:
+    """Chunks of consecutive tokens of one modality, each of which becomes one token."""
+
+    modality: Modality
+    network: LearnedFile
+    starts: Tensor
+    """First position of each chunk, ascending: int64 [chunks]."""
+    first_place: int
+    """Index of the first merged token in each row of the class; the others follow."""
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from triptych.workers.compress.job import Job
 def modality_reports(job: Job, plan: PagePlan) -> tuple[ModalityReport, ...]:
     """Text and images of a prompt after compression.
 
-    Merged tokens are of text. Tokens in shared pages of a cached prefix are not counted as stored.
+    Tokens in shared pages of a cached prefix are not counted as stored.
     """
     is_image, rows = job.is_image, plan.geometry.head_rows
     tokens = int(is_image.sum())
@@ -18,7 +18,8 @@ def modality_reports(job: Job, plan: PagePlan) -> tuple[ModalityReport, ...]:
     for group in job.groups:
         for part in group.classes:
             kept = part.places.cpu().numpy() >= 0
-            here = int(kept[:, is_image[part.tokens.cpu().numpy()]].sum())
+            merged = sum(len(one.starts) for one in part.merged if one.modality == IMAGE)
+            here = int(kept[:, is_image[part.tokens.cpu().numpy()]].sum()) + merged * len(group.raw)
             images, others = images + here, others + int(part.counts.sum()) - here
             image_bytes += here * _token_bytes(part.layout)
         if not group.classes:  # 16 bits: raw pages are the final ones

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
+from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.pages import PagePlan
 from triptych.kernels import store_tokens
 from triptych.workers.compress.learned.artefact import load_merger
@@ -37,23 +38,23 @@ class MergedPrompt:
     """Length of the prompt."""
     starts: Tensor
     """First position of each chunk that is merged, ascending: int64 [chunks]."""
+    first_place: int
+    """Index of the first merged token in each row; the others follow."""
     pages: Tensor
     """int32 [head rows, pages of a row]."""
 
 
 class PromptMerger:
-    """The learned merger of one method."""
+    """A learned merger for the pages of a method."""
 
-    def __init__(self, plan: PagePlan, device: Device) -> None:
+    def __init__(self, file: LearnedFile, plan: PagePlan, device: Device) -> None:
         """Raises: ModelError if the file was replaced since the start, or is torn"""
-        file = plan.policy.merger
-        assert file is not None
         self._network = load_merger(file).to(device.name)
         if self._network.geometry != plan.geometry:
             raise ConfigError(f"{file.path}: networks of {self._network.geometry}")
         self._layout, self._chunk = plan.high, file.chunk_tokens
         self._frame = RopeFrame(RopeFrame.of_file(file).frequencies.to(device.name))
-        self._is_pooled_by_attention = plan.policy.needs_significance
+        self._is_pooled_by_attention = file.kind == "merger"
         self._coordinates = ModelCoordinates.of(plan.policy.kv_rotation, plan.geometry, device.name)
 
     @property
@@ -62,7 +63,7 @@ class PromptMerger:
         return self._layout
 
     def merge(self, prompts: Sequence[MergedPrompt]) -> None:
-        """Write the merged tokens of prompts into their pages, from the first place on.
+        """Write the merged tokens of prompts into their pages.
 
         Source: FastCache, section 3.2 (batches are compressed without attention scores); keys in
                 the frame of their chunk are ours (``rope_frame``)
@@ -112,7 +113,8 @@ class PromptMerger:
     ) -> None:
         """Store merged tokens [C, head rows, d] at the positions of their newest members."""
         layout, there = self._layout, prompt.raw.pages.device
-        token = torch.arange(indices.start, indices.stop, dtype=torch.int32, device=there)
+        places = range(prompt.first_place + indices.start, prompt.first_place + indices.stop)
+        token = torch.arange(places.start, places.stop, dtype=torch.int32, device=there)
         newest = prompt.starts[indices.start : indices.stop] + self._chunk - 1
         pages = prompt.pages[:, (token // layout.tokens).long()].T.contiguous()
         rows = (token % layout.tokens)[:, None].expand_as(pages)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from tokenizers import AddedToken, Tokenizer
 
 from triptych.core.errors import ConfigError
+from triptych.core.images import ImageLayout
 from triptych.workers.models.store.metadata_cache import DESCRIBING_FILES, cached
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class FastTokenizer:
     """By role, such as ``bos_token``; chat templates use them."""
     tool_template: str | None = None
     """The template for conversations with tools, if the model has one of its own for them."""
+    image_texts: tuple[str, str] = ("", "")
+    """What the template writes for an image, and what is tokenized in its place; "": the same."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
@@ -105,7 +108,8 @@ class FastTokenizer:
             **options,
             **self.special_tokens,
         )
-        return texts[0]
+        written, read_as = self.image_texts
+        return texts[0].replace(written, read_as) if written else texts[0]
 
 
 def open_tokenizer(model: Path) -> FastTokenizer:
@@ -180,6 +184,13 @@ def with_chat_template(tokenizer: FastTokenizer, template: str) -> FastTokenizer
     if not template:
         return tokenizer
     return replace(tokenizer, chat_template=template, tool_template=None)
+
+
+def with_images(tokenizer: FastTokenizer, layout: ImageLayout | None) -> FastTokenizer:
+    """The tokenizer with what a model reads for an image; None: it reads none."""
+    if layout is None:
+        return tokenizer
+    return replace(tokenizer, image_texts=(layout.written, layout.read_as))
 
 
 def read_chat_template(file: str) -> str:

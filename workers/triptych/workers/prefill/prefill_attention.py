@@ -43,7 +43,7 @@ class ChunkAttention:
         self._first_layer = chunks[0].layers.start
         put = memory.device.put
         self._positions = put(positions.astype(np.int32))
-        self._sequences = [part for chunk in chunks for part in chunk.by_observation()]
+        self._sequences = [part for chunk in chunks for part in chunk.sequences()]
         self._offsets = [0, *np.cumsum([part.tokens for part in self._sequences]).tolist()]
         per_page = plan.raw.tokens
         pages = [p.prompt.pages[:, :, p.positions // per_page] for p in chunks]
@@ -51,6 +51,7 @@ class ChunkAttention:
         rows = (self._positions % per_page)[:, None].expand(-1, plan.geometry.kv_heads)
         self._rows = rows.contiguous()
         self._rounded = [(layout, put(mask)) for layout, mask in _rounded_tokens(chunks).items()]
+        self._two_way = [part.is_two_way for part in self._sequences]
         self._is_scored = any(part.is_observed for part in self._sequences)
         self._past = _tables_of_past(plan, self._sequences)
         self._past_on_device = None if self._past is None else tuple(map(put, self._past))
@@ -90,6 +91,7 @@ class ChunkAttention:
             sinks=sinks,
             past=past,
             significance=sums,
+            two_way=self._two_way,
         )
         if sums is not None:
             self._add_to_prompts(layer, sums)

@@ -97,6 +97,8 @@ class PrefillEngine:
     half: bool = False
     """Whether attention computes in 16 bits, the precision of raw pages: much faster on tensor
     cores."""
+    two_way_images: bool = False
+    """Whether the tokens of an image attend to all of it, and not only to those before them."""
     stage: Stage = "prefill"
     _scheduler: ChunkScheduler = field(default_factory=ChunkScheduler)
     _waiting: list[PendingRequest] = field(default_factory=list[PendingRequest])
@@ -246,6 +248,7 @@ class PrefillEngine:
             rounded=rounded,
             layerwise=pending.layerwise,
             features=self._images.read(pending.requests),
+            two_way_images=self.two_way_images,
         )
         if prompt.layerwise is not None:
             return prompt
@@ -293,7 +296,7 @@ class PrefillEngine:
         budget, layers = ChunkBudget(self.chunk_tokens), range(self.plan.geometry.layers)
         queue: list[Prompt | PendingRequest] = [*self._prompts, *self._waiting]
         for entry in self._scheduler.in_order(queue):
-            if not budget.tokens:
+            if budget.tokens <= 0:
                 break
             if entry.layerwise is not None and chunks:
                 continue  # all chunks of a step have the same layers

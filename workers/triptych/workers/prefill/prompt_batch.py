@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,8 @@ class Prompt:
     """None: each step computes tokens in all layers."""
     features: Tensor | None = None
     """Inputs of the tokens of its images, [``image_positions``, E]; None: it has none."""
+    two_way_images: bool = False
+    """Whether the tokens of an image attend to all of it, and not only to those before them."""
 
     def __post_init__(self) -> None:
         runs = [run for image in self.request.images for run in image.runs]
@@ -74,6 +77,15 @@ class Prompt:
         """Positions of the features of its images, in order."""
         self.rotary = rotary_positions(self.request.images, self.request.known_tokens)
         """Rotary positions of its tokens, [3, tokens]; None: their positions."""
+        self.blocks = [range(first, first + count) for first, count in runs]
+        """Tokens that attend to each other in both directions: no step divides them."""
+        if not self.two_way_images:
+            self.blocks.clear()
+
+    def block_at(self, position: int) -> range | None:
+        """The block that a border at ``position`` would divide."""
+        inside = (one for one in self.blocks if one.start < position < one.stop)
+        return next(inside, None)
 
     @property
     def requests(self) -> list[Request]:
@@ -83,11 +95,13 @@ class Prompt:
     @property
     def first_observed(self) -> int:
         """The first query whose attention counts: that to rounded tokens decides nothing, and some
-        methods need the last queries alone."""
+        methods need the last queries alone, and the rest of a block that they are in."""
         rule = self.plan.policy.observing_rule
         if rule is None or not rule.last_queries:
             return self.rounded.stop
-        return max(0, self.request.known_tokens - rule.last_queries)
+        first = max(0, self.request.known_tokens - rule.last_queries)
+        block = self.block_at(first)
+        return first if block is None else block.start
 
     @property
     def tokens_left(self) -> int:
@@ -151,17 +165,27 @@ class PrefillChunk:
         """Whether the attention of some of its queries counts."""
         return self.prompt.attention is not None and self.end > self.prompt.first_observed
 
-    def by_observation(self) -> list["PrefillChunk"]:
-        """Itself, or its parts before and from the first query whose attention counts.
+    @property
+    def is_two_way(self) -> bool:
+        """Whether its tokens attend to each other in both directions; it is one block, then."""
+        return any(one.start <= self.start < one.stop for one in self.prompt.blocks)
 
-        Only methods that need the last queries alone divide it. Their part is a sequence of its
-        own, which reads the part before it in pages, as a later chunk would.
+    def sequences(self) -> list["PrefillChunk"]:
+        """Its parts, of which each is a sequence of its own for attention; often itself alone.
+
+        Each reads the parts before it in pages, as a later chunk would. A part begins at the first
+        query whose attention counts, if a method needs the last ones alone, and blocks are parts.
         """
-        first, rule = self.prompt.first_observed, self.prompt.plan.policy.observing_rule
-        if rule is None or not rule.last_queries or not self.start < first < self.end:
-            return [self]
-        before = replace(self, tokens=first - self.start)
-        return [before, replace(self, start=first, tokens=self.end - first)]
+        prompt = self.prompt
+        rule = prompt.plan.policy.observing_rule
+        borders = {edge for block in prompt.blocks for edge in (block.start, block.stop)}
+        if rule is not None and rule.last_queries:
+            borders.add(prompt.first_observed)
+        inside = sorted(edge for edge in borders if self.start < edge < self.end)
+        return [
+            replace(self, start=start, tokens=end - start)
+            for start, end in pairwise((self.start, *inside, self.end))
+        ]
 
     @property
     def positions(self) -> NDArray[np.int64]:
@@ -177,10 +201,17 @@ class ChunkBudget:
     """Limit for prompts with prompt logprobs: logits of each token take memory."""
 
     def take(self, prompt: Prompt, layers: range) -> PrefillChunk | None:
-        """The next chunk of a prompt within the budget; None if it is empty."""
+        """The next chunk of a prompt within the budget; None if it is empty.
+
+        A chunk ends before a block that it would divide, or behind it if it begins with it.
+        """
         count = min(self.tokens, prompt.tokens_left)
         if prompt.scores is not None:
             count = min(count, self.scored)
+        block = prompt.block_at(prompt.read + count)
+        if block is not None:
+            count = (block.start if block.start > prompt.read else block.stop) - prompt.read
+        if prompt.scores is not None:
             self.scored -= count
         self.tokens -= count
         return PrefillChunk(prompt, prompt.read, count, layers) if count else None

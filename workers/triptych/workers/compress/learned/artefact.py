@@ -15,6 +15,7 @@ from safetensors.torch import save as format_tensors
 from torch import Tensor, nn
 
 from triptych.core.errors import ConfigError, ModelError
+from triptych.core.images import TEXT, Modality
 from triptych.core.layout import Geometry
 from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.schema import SchemaError, build
@@ -47,7 +48,7 @@ class ArtefactRecord:
     """Units of the hidden layers; 0 where the architecture decides."""
     chunk_tokens: int = 0
     """Tokens that are merged into one; 0 for a scorer."""
-    modality: str = "text"
+    modality: Modality = TEXT
     texts: str = ""
     """Hash of the texts that it was trained on."""
     held_out_loss: float = 0.0

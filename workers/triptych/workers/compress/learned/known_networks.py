@@ -16,7 +16,8 @@ AUTO = "auto"
 
 
 def find_networks(config: AppConfig, facts: ModelFacts) -> tuple[LearnedFile, ...]:
-    """The files that the settings name, each checked as a whole, at most one of each kind.
+    """The files that the settings name, each checked as a whole, at most one of each kind and
+    modality.
 
     Raises: ConfigError for a file of another model, kind or version, or one that is not there;
             ModelError for a torn one, or a model whose RoPE is not known
@@ -27,17 +28,23 @@ def find_networks(config: AppConfig, facts: ModelFacts) -> tuple[LearnedFile, ..
         if not path.is_file():
             raise ConfigError(f"compressor.learned={str(path)!r}: there is no such file")
         file = _described(path, facts)
-        twice = next((one for one in found if one.kind == file.kind), None)
+        twice = next((one for one in found if _does_the_same(one, file)), None)
         if twice is not None:
             raise ConfigError(
-                f"compressor.learned: {twice.path!r} and {file.path!r} are both a {file.kind}; "
-                "name one"
+                f"compressor.learned: {twice.path!r} and {file.path!r} are both a {file.kind} of "
+                f"modality {file.modality!r}; name one"
             )
         found.append(file)
     if AUTO in names:
-        named = {one.kind for one in found}
-        found += [one for one in _packaged(facts) if one.kind not in named]
+        others = [
+            one for one in _packaged(facts) if not any(_does_the_same(one, file) for file in found)
+        ]
+        found += others
     return tuple(found)
+
+
+def _does_the_same(one: LearnedFile, other: LearnedFile) -> bool:
+    return (one.kind, one.modality) == (other.kind, other.modality)
 
 
 def _packaged(facts: ModelFacts) -> Iterator[LearnedFile]:
@@ -51,6 +58,7 @@ def _described(path: Path, facts: ModelFacts) -> LearnedFile:
     return LearnedFile(
         path=str(path.absolute()),
         kind=record.kind,
+        modality=record.modality,
         tensors=record.tensors,
         chunk_tokens=record.chunk_tokens,
         frequencies=frequencies_of(facts),

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from PIL import Image as Pillow
 from torch import Tensor
@@ -19,11 +19,12 @@ from triptych.workers.models.facts import describe
 from triptych.workers.models.pretrained import read_config, read_tokenizer, readable
 from triptych.workers.models.vision.vision_traits import VisionTraits
 
-GRID = ("rows", "cols")
+TOLD = ("rows", "cols", "num_crops")
 """What a processor tells about split images; towers do not read it."""
 PROBES = ((48, 64), (200, 90), (100, 100), (640, 480), (333, 1000), (20, 700), (1000, 37))
 """Widths and heights of images that are processed to see what stands for them."""
 FEATURE_ITEM_BYTES = 4
+NOTHING_ADDED = {"add_special_tokens": False}
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -43,11 +44,19 @@ class VisionProcessor(ABC):
             for one in images
         ]
         found = self._processed(given)
-        return {name: value for name, value in found.items() if name not in GRID}
+        return {name: value for name, value in found.items() if name not in TOLD}
 
     def _processed(self, images: Sequence[Pillow.Image]) -> Mapping[str, Tensor]:
         made = self.image_processor(images=list(images), return_tensors="pt", **self.options)
         return cast("Mapping[str, Tensor]", dict(made))
+
+    two_way: ClassVar[bool] = False
+    """Whether the tokens of an image attend to all of it."""
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """``ImageLayout.written`` and ``read_as``."""
+        return "", ""
 
     @property
     @abstractmethod
@@ -79,12 +88,40 @@ class TextAndImages(VisionProcessor):
 
     def tokens_of(self, image: Pillow.Image) -> Sequence[int]:
         name: str = self.whole.image_token
-        made = self.whole(text=[name], images=[image], text_kwargs={"add_special_tokens": False})
+        made = self.whole(text=[name], images=[image], text_kwargs=NOTHING_ADDED)
         return list(made["input_ids"][0])
 
     def _tiled(self, rows: int, columns: int) -> tuple[int, ...]:
         text = self.whole.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
         return tuple(self.whole.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@dataclass(frozen=True)
+class GemmaImages(VisionProcessor):
+    """Gemma 3: the template writes the token before an image, and the processor the rest."""
+
+    whole: Any
+    two_way: ClassVar[bool] = True
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        names = self.whole.tokenizer
+        return names.boi_token, f"\n\n{names.boi_token}{names.image_token}{names.eoi_token}\n\n"
+
+    @property
+    def rule(self) -> Fixed:
+        placeholder = int(self.whole.tokenizer.image_token_id)
+        return Fixed(tokens=(placeholder,) * int(self.whole.image_seq_length))
+
+    def tokens_of(self, image: Pillow.Image) -> Sequence[int]:
+        written, read_as = self.texts
+        names = self.whole.tokenizer
+        made = self.whole(text=[written], images=[image], text_kwargs=NOTHING_ADDED)["input_ids"][0]
+        count = list(made).count(names.image_token_id)
+        text = read_as.replace(names.image_token, names.image_token * count)
+        if list(made) != names(text, **NOTHING_ADDED)["input_ids"]:
+            raise ModelError(f"an image is {list(made)[:8]}.. in prompts, not {read_as!r}")
+        return (names.image_token_id,) * count
 
 
 @dataclass(frozen=True)
@@ -132,6 +169,13 @@ def _read_whole(path: Path) -> VisionProcessor:
     return TextAndImages(getattr(whole, "image_processor", None), whole)
 
 
+def _read_gemma(path: Path) -> VisionProcessor:
+    whole: Any = AutoProcessor.from_pretrained(path, **LOCAL)
+    if whole.image_processor.do_pan_and_scan:
+        raise ModelError(f"{path}: do_pan_and_scan: crops of images are not read")
+    return GemmaImages(whole.image_processor, whole)
+
+
 def _read_smolvlm(path: Path) -> VisionProcessor:
     """Idefics3's processor does the same with images as SmolVLM's, which needs more packages."""
     settings, _ = Idefics3Processor.get_processor_dict(path, **LOCAL)
@@ -161,13 +205,14 @@ def _read_pixtral(path: Path) -> VisionProcessor:
 
 FAMILIES: Mapping[str, Callable[[Path], VisionProcessor]] = {
     "llava": _read_whole,
+    "gemma3": _read_gemma,
     "idefics3": _read_whole,
     "smolvlm": _read_smolvlm,
     "qwen2_vl": _read_qwen,
     "qwen2_5_vl": _read_qwen,
     "mistral3": _read_pixtral,
 }
-"""Model types whose images are read. All tokens of theirs attend to those before them alone."""
+"""Model types whose images are read."""
 
 
 def read_processor(path: Path) -> VisionProcessor:
@@ -199,6 +244,8 @@ def observe_vision(path: Path) -> VisionTraits:
                 placeholder=int(config.image_token_id),
                 feature_bytes=channels * FEATURE_ITEM_BYTES,
                 rule=processor.rule,
+                written=processor.texts[0],
+                read_as=processor.texts[1],
             )
             is_right = all(
                 layout.pattern(*size) == tuple(processor.tokens_of(_blank(size))) for size in PROBES
@@ -210,7 +257,10 @@ def observe_vision(path: Path) -> VisionTraits:
     has_grid = layout.rule.rotary_grid(*PROBES[0]) != NO_GRID
     if has_grid and describe(path).plain is None:
         return VisionTraits(reason="images of this model need layers that run fused")
-    return VisionTraits(layout=layout, channels=channels)
+    window = min((one.window for one in describe(path).layers if one.window), default=0)
+    if processor.two_way and 0 < window < layout.features(*PROBES[0]):
+        return VisionTraits(reason="images are longer than the window of a layer")
+    return VisionTraits(layout=layout, two_way=processor.two_way, channels=channels)
 
 
 def _blank(size: tuple[int, int]) -> Pillow.Image:

@@ -15,6 +15,8 @@ class VisionTraits:
 
     layout: ImageLayout | None = None
     """What stands in a prompt for an image; None: images of this model are not read."""
+    two_way: bool = False
+    """Whether the tokens of an image attend to all of it, and not only to those before them."""
     channels: int = 0
     """Size of a feature: that of the model's embeddings."""
     reason: str = ""

@@ -41,6 +41,10 @@ OTHERS = {
 }
 TOPOLOGIES = (("disaggregated", "own"), ("disaggregated", "prefill"), ("colocated", "own"))
 """Topologies, and which workers encode images."""
+STAGES = {"Encode": "encode", "Prefill": "prefill", "Compressor": "compress", "Decode": "decode"}
+"""Stages by the name of their deployment."""
+COPIES = 2
+"""Workers of each stage, where one of them is killed."""
 IMAGES = random_images(10, seed=3)
 CHATS: list[list[int | str]] = [
     [0, "what is this?"],
@@ -123,9 +127,9 @@ def _refuse(client: openai.OpenAI) -> None:
         console.print(f"refused: {refusal.value.message[:160]}")
 
 
-def kill_encode_workers(server: Server, reference: Reference, kills: int) -> None:
-    """Chats go on while encode workers die; each has the tokens of transformers."""
-    client, over, wrong = server.client(timeout=120), threading.Event(), list[object]()
+def kill_workers(server: Server, reference: Reference, rounds: int) -> None:
+    """Chats go on while a worker of each stage dies; each has the tokens of transformers."""
+    client, over, wrong = server.client(timeout=180), threading.Event(), list[object]()
     wanted = [expected(reference, chat) for chat in CHATS]
     done = [0] * 3
 
@@ -142,37 +146,42 @@ def kill_encode_workers(server: Server, reference: Reference, kills: int) -> Non
     threads = [threading.Thread(target=chat_on, args=(thread,)) for thread in range(len(done))]
     for thread in threads:
         thread.start()
-    for kill in range(kills):
+    for deployment, stage in list(STAGES.items()) * rounds:
+        server.wait_until(lambda stage=stage: _workers(server, stage) == COPIES, START_TIMEOUT_S)
         time.sleep(4)
-        (victim, *_other) = server.replicas("Encode")
+        (victim, *_other) = server.replicas(deployment)
         os.kill(victim.pid, signal.SIGKILL)
-        server.wait_until(lambda: _workers(server) == 1, 60)
-        before = sum(done)  # the other worker has all images now
+        server.wait_until(lambda stage=stage: _workers(server, stage) == COPIES - 1, 60)
+        before = sum(done)
         server.wait_until(lambda before=before: sum(done) >= before + 2 * len(CHATS), 180)
-        if kill < kills - 1:
-            server.wait_until(lambda: _workers(server) == 2, START_TIMEOUT_S)
     over.set()
     for thread in threads:
         thread.join()
     assert not wrong, wrong[:1]
-    console.print(f"{kills} encode workers killed: {sum(done)} chats, all as transformers")
+    console.print(
+        f"{rounds} workers killed of each of {', '.join(STAGES.values())}: {sum(done)} chats, all "
+        "as transformers"
+    )
 
 
-def _workers(server: Server) -> float:
-    """Encode workers that the router knows."""
-    return server.metrics("triptych_workers")['stage="encode"']
+def _workers(server: Server, stage: str) -> float:
+    """Workers of a stage that the router knows."""
+    return server.metrics("triptych_workers")[f'stage="{stage}"']
 
 
 def settings(
-    model: Path, topology: str, encode_workers: int = 1, encode_worker: str = "own"
+    model: Path, topology: str, copies: int = 1, encode_worker: str = "own"
 ) -> dict[str, object]:
-    encode = {"worker": encode_worker, "actor": {"num_replicas": encode_workers}}
+    """``copies``: workers of each stage."""
+    actor = {"actor": {"num_replicas": copies}}
     return {
         "model": {"name": str(model), "served_model_name": "tiny", "dtype": "float32"},
         "topology": topology,
         "pool": {"kv_cache_memory_bytes": 256 << 20, "prefix_bytes": 0},
-        "encode": {"cache_bytes": 1 << 20, **encode},
-        "compressor": {"policy": "uniform:fp16"},
+        "encode": {"cache_bytes": 1 << 20, "worker": encode_worker, **actor},
+        "prefill": actor,
+        "compressor": {"policy": "uniform:fp16", **actor},
+        "decode": actor,
     }
 
 
@@ -182,18 +191,19 @@ def serve_family(directory: Path, name: str, model: Path) -> None:
 
 
 def main() -> None:
-    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     with tempfile.TemporaryDirectory() as directory:
         for name, save in OTHERS.items():
             serve_family(Path(directory), name, save(Path(directory) / name))
         model = save_tiny_vision_model(Path(directory) / "model")
         reference = Reference(model)
         for topology, worker in TOPOLOGIES:
-            args = settings(model, topology, encode_workers=2, encode_worker=worker)
+            is_killed = (topology, worker) == TOPOLOGIES[0]
+            args = settings(model, topology, COPIES if is_killed else 1, worker)
             with serve_run(Path(directory), args) as server:
                 check(server, reference, f"{topology}, encode worker {worker}")
-                if (topology, worker) == TOPOLOGIES[0]:
-                    kill_encode_workers(server, reference, kills)
+                if is_killed:
+                    kill_workers(server, reference, rounds)
                 server.wait_until(
                     lambda server=server: server.metric("triptych_pool_pages_in_requests") == 0, 60
                 )

@@ -114,6 +114,25 @@ def test_without_an_encode_worker_a_request_fails_after_the_grace_period() -> No
     assert one.state() is None
 
 
+def test_images_of_long_prompts_are_encoded_while_another_prompt_is_read() -> None:
+    """Each prompt is longer than a prefill worker takes at a time; text waits for its turn."""
+    one = driver("I")
+    long = replace(asks("first"), prompt=(1,) * 3000)
+    assert sent(one.submit(long), Prefill) == ["P"]
+    encoded(one, "first")
+    assert not sent(one.submit(replace(request("text"), prompt=(2,) * 3000)), Prefill)
+    one.on(Cancel(requests=("text",)), "in")
+    sends = one.submit(replace(long, id="second", images=asks(image=2).images))
+    assert (sent(sends, Prefill), sent(sends, EncodeImages)) == (["P"], ["I"])
+    (load,) = (load for load in one.router.snapshot(0.0).workers if load.address == "P")
+    assert (load.prefill_tokens, load.queue_tokens) == (6000, 1024 + 512)
+    third = replace(long, id="third", images=asks(image=3).images)
+    assert not sent(one.submit(third), Prefill), "one is read and one is encoded"
+    encoded(one, "second")
+    assert not sent(one.tick(0.1), Prefill)
+    assert sent(one.prefilled("first"), Prefill) == ["P"]
+
+
 @pytest.mark.parametrize("is_encoded", [False, True])
 def test_the_death_of_its_encode_worker_is_retried(is_encoded: bool) -> None:
     one = driver("I", "J")

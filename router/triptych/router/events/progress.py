@@ -94,6 +94,8 @@ class Progress:
             self.cluster.counters["stray_images_encoded"] += 1
             return
         self.cluster.image_encoders.ended(entry)
+        entry.placement.is_encoding = False
+        self.cluster.requests.touch(entry)
         different = len({image.digest for image in entry.request.images})
         self.cluster.counters["images:encoded"] += different - message.cached
         self.cluster.counters["images:cached"] += message.cached

@@ -47,6 +47,10 @@ class PromptToPlace:
         return self.request.known_tokens
 
     @property
+    def has_images(self) -> bool:
+        return bool(self.request.images)
+
+    @property
     def session(self) -> bytes:
         """Name of the conversation, unique over all clients; empty if there is none."""
         request = self.request

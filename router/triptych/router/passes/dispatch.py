@@ -428,7 +428,8 @@ class Dispatch:
         if chosen is None:
             return False
         address, reason = chosen
-        entry.placement.image_encoder = address
+        entry.placement.image_encoder, entry.placement.is_encoding = address, True
+        self.cluster.requests.touch(entry)
         encoders.started(entry, address)
         self.cluster.outbox.post(
             address,

@@ -10,7 +10,7 @@ from triptych.router.policies.batch_gates import Schedule
 from triptych.router.snapshot import WorkerLoad
 from triptych.router.state.byte_ledger import ByteLedger
 from triptych.router.state.image_encoders import ImageEncoders
-from triptych.router.state.load_index import LoadIndex
+from triptych.router.state.load_index import LoadIndex, waited_for
 from triptych.router.state.membership import Membership
 from triptych.router.state.outbox import Outbox
 from triptych.router.state.request_table import Requests, compressor_of, is_prefilling
@@ -79,7 +79,7 @@ def worker_loads(cluster: ClusterState, now: float) -> dict[str, WorkerLoad]:
             slots[entry.placement.decode_worker] += 1
         if is_prefilling(entry):
             prefill[entry.worker] += entry.prompt_tokens
-            queue[entry.worker] += min(entry.uncached_tokens, cluster.load_index.long_tokens)
+            queue[entry.worker] += waited_for(entry, cluster.load_index.long_tokens)
         if compressor := compressor_of(entry):
             compress[compressor] += entry.prompt_tokens
     loads = dict[str, WorkerLoad]()

@@ -28,6 +28,8 @@ class Share:
     tokens: int = 0
     uncached: int = 0
     """Tokens of ``tokens`` that are probably not cached."""
+    queued: int = 0
+    """How many of them others wait for."""
     needs_slot: bool = False
     """It has started, and no decode worker is chosen yet."""
 
@@ -74,7 +76,7 @@ class LoadIndex:
     """Time of the last report of each worker that is not full, oldest first."""
     _prefill_tokens: Counter[str] = field(default_factory=Counter[str])
     _queue: Counter[str] = field(default_factory=Counter[str])
-    """As ``_prefill_tokens``, without cached tokens; of a prompt ``long_tokens`` at most."""
+    """Those that others wait for (``waited_for``)."""
     _compressed: Counter[str] = field(default_factory=Counter[str])
     _slots: Counter[str] = field(default_factory=Counter[str])
     _shares: dict[str, Share] = field(default_factory=dict[str, Share])
@@ -160,7 +162,7 @@ class LoadIndex:
 
     def count(self, entry: Entry) -> None:
         """Update the loads for a request that moved."""
-        self._recount(entry.id, share_of(entry))
+        self._recount(entry.id, share_of(entry, self.long_tokens))
 
     def forget(self, entry: Entry) -> None:
         """Remove the load of a request."""
@@ -327,7 +329,7 @@ class LoadIndex:
         self._shares[request] = share
         for one, sign in ((before, -1), (share, +1)):
             self._add(self._prefill_tokens, one.prefill_at, sign * one.tokens)
-            self._add(self._queue, one.prefill_at, sign * min(one.uncached, self.long_tokens))
+            self._add(self._queue, one.prefill_at, sign * one.queued)
             self._add(self._compressed, one.compress_at, sign * one.tokens)
             self._add(self._slots, one.slot_at, sign)
             self.queued_tokens += sign * one.uncached * bool(one.prefill_at)
@@ -411,7 +413,17 @@ class LoadIndex:
         self.generation += was_there != (arena in self.prefill_arenas)
 
 
-def share_of(entry: Entry) -> Share:
+def waited_for(entry: Entry, long_tokens: int) -> int:
+    """Tokens of a prompt that others at its prefill worker wait for.
+
+    Cached ones do not count, and of a long prompt ``long_tokens``, since short prompts overtake the
+    rest. While its images are encoded it is half of that: the worker reads other prompts meanwhile.
+    """
+    most = long_tokens // 2 if entry.placement.is_encoding else long_tokens
+    return min(entry.uncached_tokens, most)
+
+
+def share_of(entry: Entry, long_tokens: int) -> Share:
     """The load of a request, by the rules of ``cluster_state.worker_loads``."""
     return Share(
         prefill_at=entry.worker if is_prefilling(entry) else "",
@@ -419,6 +431,7 @@ def share_of(entry: Entry) -> Share:
         slot_at=entry.placement.decode_worker,
         tokens=entry.prompt_tokens,
         uncached=entry.uncached_tokens,
+        queued=waited_for(entry, long_tokens),
         needs_slot=not entry.placement.decode_worker
         and entry.state not in (State.WAITING, State.LEAVING),
     )

@@ -90,6 +90,8 @@ class Placement:
     """The compressor that receives its layers during prefill, until it compresses the request."""
     image_encoder: str = ""
     """The encode worker that has its images, until its prompt is computed."""
+    is_encoding: bool = False
+    """Whether the features of its images are still to come, so that its prompt cannot begin."""
     decode_worker: str = ""
     """Address of the decode worker with a slot for it."""
     raw_arena: str = ""

@@ -14,11 +14,19 @@ from transformers.models.pixtral.image_processing_pil_pixtral import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from tests.tiny_vision import save_tiny_idefics3_with_tiles, save_tiny_qwen2_vl
+from tests.tiny_vision import (
+    IMAGE_TOKENS,
+    Reference,
+    random_images,
+    save_tiny_gemma3,
+    save_tiny_idefics3_with_tiles,
+    save_tiny_qwen2_vl,
+)
 from triptych.core.errors import ModelError, RequestError
-from triptych.core.images import Resizing, Rows, Tiling
+from triptych.core.images import Image, Resizing, Rows, Tiling, expand_images
 from triptych.workers.compress.learned.rope_frame import RopeFrame
 from triptych.workers.models.facts import describe
+from triptych.workers.models.tokenizer import open_tokenizer, with_images
 from triptych.workers.models.vision.vision_processor import observe_vision
 
 LONGEST, TILE = 40, 10
@@ -98,3 +106,44 @@ def test_positions_by_row_and_column_need_fused_layers(tmp_path: Path) -> None:
 def test_learned_compression_refuses_positions_by_row_and_column(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="M-RoPE"):
         RopeFrame.of(describe(save_tiny_qwen2_vl(tmp_path)))
+
+
+# ------------------------------------------------------------------ Gemma 3
+
+
+def change(model: Path, file: str, **settings: object) -> None:
+    known = json.loads((model / file).read_text())
+    (model / file).write_text(json.dumps(known | settings))
+
+
+def test_a_rendered_chat_has_the_tokens_of_the_familys_processor(tmp_path: Path) -> None:
+    """What the template writes for an image is not what its features stand behind."""
+    model = save_tiny_gemma3(tmp_path)
+    layout = observe_vision(model).layout
+    assert layout is not None
+    pictures = random_images(2, seed=2)
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+    chat: list[dict[str, object]] = [{"role": "user", "content": parts}]
+    tokenizer = with_images(open_tokenizer(model), layout)
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    images = [Image.of(*one.size, one.tobytes()) for one in pictures]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    tokens, spans = expand_images(ids, images, layout)
+    reference = Reference(model)
+    assert tokens == reference.prompt(reference.chat(chat, pictures), pictures)
+    assert [one.features for one in spans] == [IMAGE_TOKENS, IMAGE_TOKENS]
+
+
+def test_crops_of_images_are_refused(tmp_path: Path) -> None:
+    model = save_tiny_gemma3(tmp_path)
+    file = "processor_config.json"
+    known = json.loads((model / file).read_text())["image_processor"]
+    change(model, file, image_processor=known | {"do_pan_and_scan": True})
+    assert "do_pan_and_scan" in observe_vision(model).reason
+
+
+def test_images_longer_than_a_window_are_refused(tmp_path: Path) -> None:
+    model = save_tiny_gemma3(tmp_path)
+    known = json.loads((model / "config.json").read_text())["text_config"]
+    change(model, "config.json", text_config=known | {"sliding_window": IMAGE_TOKENS - 1})
+    assert "longer than the window" in observe_vision(model).reason

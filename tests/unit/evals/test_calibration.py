@@ -76,7 +76,7 @@ def test_an_estimate_of_a_network_holds_for_that_network_alone(
     tiny_model: Path, plan: Calibration, found: CalibrationResult
 ) -> None:
     """Methods are added to a profile; those that were measured before stay."""
-    merger, paper, scorer = sorted(networks_beside(tiny_model))
+    of_images, merger, paper, scorer = networks_beside(tiny_model)
     asked = replace(plan, other_methods=("learned:score", "snapkv"), learned=(scorer,))
     profile = with_other_methods(found.profile, asked, run)
     assert list(profile.measured_methods) == [
@@ -88,7 +88,7 @@ def test_an_estimate_of_a_network_holds_for_that_network_alone(
     assert all(one.kl > 0 for (one,) in list(profile.measured_methods.values())[2:])
     assert profile.measured_networks == {"learned:score": read_record(Path(scorer)).tensors}
     facts = describe(tiny_model)
-    for file, expected in ((scorer, True), (merger, False), (paper, False)):
+    for file, expected in ((scorer, True), (merger, False), (paper, False), (of_images, False)):
         config = AppConfig.from_mapping({"compressor": {"learned": [file]}})
         fidelity = profile.fidelity_of(config, find_networks(config, facts))
         assert ("learned:score" in fidelity) == expected

@@ -78,7 +78,7 @@ class StageLoop:
         """Messages taken from the inbox and not handled yet."""
         self._is_over = False
         stages = [engine.stage for engine in engines]
-        self._is_prefill_worker = stages[-1] == "prefill"
+        self._is_prefill_worker = stages[-1:] == ["prefill"]
         """Whether it prefills, and does nothing that comes after that."""
         self._is_decode_only = stages == ["decode"]
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)

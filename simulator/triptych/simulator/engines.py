@@ -555,6 +555,7 @@ class DecodeSimulation:
 
 
 ENGINES = {
+    "encode": EncodeSimulation,
     "prefill": PrefillSimulation,
     "compress": CompressSimulation,
     "decode": DecodeSimulation,
@@ -569,9 +570,4 @@ def engines_of(
     lengths: Lengths,
 ) -> list[SimulatedEngine]:
     """The engines of one worker, in the order in which its loop steps them."""
-    return [
-        EncodeSimulation(costs, cluster.encoding)
-        if stage == "encode"
-        else ENGINES[stage](cluster, costs, cache, lengths)
-        for stage in stages
-    ]
+    return [ENGINES[stage](cluster, costs, cache, lengths) for stage in stages]

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 
-from triptych.core.config import EncodeConfig
 from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.images import ImageSpan
 from triptych.core.messages import (
@@ -22,6 +22,7 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.simulator.costs import Costs
+from triptych.simulator.setup import Cluster
 from triptych.simulator.work import Work
 
 SIDE = 448
@@ -64,8 +65,8 @@ class EncodeSimulation:
 
     stage: Stage = "encode"
 
-    def __init__(self, costs: Costs, config: EncodeConfig) -> None:
-        self._costs, self._config = costs, config
+    def __init__(self, cluster: Cluster, costs: Costs, *_others: object) -> None:
+        self._costs, self._config = costs, cluster.encoding
         self._waiting = list[_Waiting]()
         self._queue = OrderedDict[bytes, ImageSpan]()
         self._cached = OrderedDict[bytes, int]()
@@ -93,7 +94,7 @@ class EncodeSimulation:
 
     @property
     def due(self) -> float:
-        return float("inf")
+        return inf
 
     def step(self) -> Work:
         batch = self._batch()

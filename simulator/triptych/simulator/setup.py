@@ -102,12 +102,9 @@ class Cluster:
             count = getattr(self, name)
             least = 0 if self.colocated else 1
             require(count >= least, name, count, f"at least {least} worker")
-        for name in ("prefill", "compress", "decode", "colocated"):
+        for name in ("encode", "prefill", "compress", "decode", "colocated"):
             count, shards = getattr(self, name), self.router.shards
             require(count % shards == 0, name, count, f"a multiple of the shards ({shards})")
-        require(
-            self.encode % self.router.shards == 0, "encode", self.encode, "a multiple of shards"
-        )
         fits = self.has_images or not self.encode
         require(fits, "encode", self.encode, "0 for requests without images")
         require(self.capacity_bytes > 0, "capacity_bytes", self.capacity_bytes, "> 0")
@@ -150,16 +147,15 @@ class Cluster:
     @cached_property
     def workers(self) -> list[Group]:
         """All workers; the stages are spread evenly over the machines."""
-        with_images: tuple[Stage, ...] = ("encode",) if self.has_images else ()
-        reading: tuple[Stage, ...] = (*(() if self.encode else with_images), "prefill")
+        encode: tuple[Stage, ...] = ("encode",) if self.has_images else ()
         kinds: list[tuple[str, tuple[Stage, ...], int]] = [
-            *([("e", with_images, self.encode)] if self.encode else []),
-            ("p", reading, self.prefill),
+            ("e", encode, self.encode),
+            ("p", ("prefill",) if self.encode else (*encode, "prefill"), self.prefill),
             ("c", ("compress",), self.compress),
             ("d", ("decode",), self.decode),
         ]
         if self.colocated:
-            kinds = [("w", (*with_images, "prefill", "compress", "decode"), self.colocated)]
+            kinds = [("w", (*encode, "prefill", "compress", "decode"), self.colocated)]
         total = sum(count for _, _, count in kinds)
         nodes = -(-total // self.workers_per_node) if self.workers_per_node else 1
         groups = list[Group]()

@@ -1,4 +1,4 @@
-"""What a step of a simulated engine takes, and what it gives."""
+"""Result of a simulated engine's step: duration, messages, and output tokens."""
 
 from dataclasses import dataclass, field
 

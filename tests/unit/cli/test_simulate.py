@@ -157,3 +157,17 @@ def test_gaps_with_counts_become_a_list_that_is_not_too_long() -> None:
     many = weighted({1.0: 300_000, 3.0: 100_000})
     assert len(many) == 200_000
     assert many.count(3.0) == 50_000
+
+
+def test_images_have_workers_of_their_own_or_those_of_prefill(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "i.json"
+    asked = ("simulate", "--workload", "image-chat", "--requests", "4", "--image-tokens", "30")
+    for options, stages in (((), {"encode", "prefill"}), (("--encode", "0"), {"encode+prefill"})):
+        code, _, _ = run(*asked, *options, "--json", str(path))
+        assert code == 0
+        data = json.loads(path.read_text())
+        assert data["rows"][0]["completed"] == 4
+        assert set(data["rows"][0]["busy_seconds"]) == {*stages, "compress", "decode"}
+    two = ("--prefill", "2", "--compress", "2", "--decode", "2", "--shards", "1,2")
+    code, _, err = run(*asked, *two)
+    assert (code, "encode=1: expected a multiple of the shards (2)" in err) == (2, True)

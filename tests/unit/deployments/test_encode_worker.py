@@ -40,6 +40,7 @@ def test_its_copies_may_follow_the_load() -> None:
     [
         ({"autoscaling": {"max_replicas": 2}, "actor": {"num_replicas": 3}}, "num_replicas=3"),
         ({"worker": "prefill", "autoscaling": {"max_replicas": 2}}, "prefill.autoscaling"),
+        ({"worker": "prefill", "actor": {"num_gpus": 1}}, r"set prefill\.actor"),
         ({"worker": "decode"}, "encode.worker"),
     ],
 )

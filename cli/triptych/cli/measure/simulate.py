@@ -234,6 +234,9 @@ def simulate(
         router=router,
     )
     cluster = replace(cluster, plan=replace(cluster.plan, prefix_bytes=prefix_mib << 20))
+    if trace is None and workload in SHAPES and SHAPES[workload].has_images:
+        apart = 0 if colocated else encode
+        cluster = replace(cluster, has_images=True, encode=apart, image_tokens=image_tokens)
     costs = Costs.read(costs_file) if costs_file else Costs()
     load = LoadOptions(
         shape="uniform" if trace else workload,
@@ -262,13 +265,6 @@ def simulate(
         replace(
             cluster, router=replace(router, shards=count)
         )  # raises ConfigError if the shards do not divide the cluster
-    if workload in SHAPES and SHAPES[workload].has_images and trace is None:
-        cluster = replace(
-            cluster,
-            has_images=True,
-            encode=0 if colocated else encode,
-            image_tokens=image_tokens,
-        )
     saturation = saturation_of(cluster, costs, load)
     rates = rates_of(rate, load_factor, concurrency, saturation, has_trace=trace is not None)
     cases = [

@@ -93,7 +93,7 @@ class EncodeConfig:
 
     worker: Literal["own", "prefill"] = "own"
     """Which workers run it: its own, or those of prefill, each of which then loads what computes
-    features too; ``actor`` and ``autoscaling`` are those of prefill then."""
+    features too. Then ``prefill.actor`` and ``prefill.autoscaling`` say how many there are."""
 
     actor: ActorConfig = field(default_factory=ActorConfig)
     """Copies and their resources."""
@@ -114,9 +114,11 @@ class EncodeConfig:
         require(pixels >= 1, "encode.max_batch_pixels", pixels, ">= 1")
         require(kept >= 0, "encode.cache_bytes", kept, ">= 0")
         self.autoscaling.check(self.actor, "encode")
-        is_free = self.worker == "own" or not self.autoscaling.is_on
-        expected = "0 with encode.worker: prefill (those workers are scaled by prefill.autoscaling)"
-        require(is_free, "encode.autoscaling.max_replicas", self.autoscaling.max_replicas, expected)
+        if self.worker == "prefill":
+            for name in ("actor", "autoscaling"):
+                given = getattr(self, name)
+                expected = f"no value with encode.worker=prefill: set prefill.{name}"
+                require(given == type(given)(), f"encode.{name}", given, expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

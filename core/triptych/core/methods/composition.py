@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from triptych.core.config import CompressorConfig
 from triptych.core.errors import ConfigError
-from triptych.core.images import TEXT, Modality
+from triptych.core.images import IMAGE, TEXT, Modality
 from triptych.core.methods.learned_files import NetworkKind
 
 if TYPE_CHECKING:
@@ -49,8 +49,10 @@ PROVIDED: frozenset[Need] = frozenset({"attention_sums", "queries"})
 """What every server provides; prefill adds up attention only for methods that need it."""
 WITH_PROFILE: frozenset[Need] = frozenset({"attention_sums", "queries", "calibration"})
 """What a server with a compression profile provides."""
+TRAIN: Mapping[Modality, str] = {TEXT: "triptych train", IMAGE: "triptych train compressor --chats"}
+"""Commands that train networks."""
 WAYS_OUT: Mapping[Need, str] = {
-    "training": "run 'triptych train' for this model, and name the file in compressor.learned",
+    "training": "run '{train}' for this model, and name the file in compressor.learned",
     "calibration": "run 'triptych calibrate' for this model",
 }
 
@@ -202,7 +204,9 @@ class Method:
         for part in self.parts:
             trained: frozenset[Need] = frozenset({"training"} if part.network in networks else ())
             for need in sorted(part.needs - provided - trained):
-                way_out = f": {WAYS_OUT[need]}" if need in WAYS_OUT else ""
+                way_out = (
+                    f": {WAYS_OUT[need]}".format(train=TRAIN[modality]) if need in WAYS_OUT else ""
+                )
                 of = f" for tokens of modality {modality!r}" if part.network else ""
                 raise ConfigError(
                     f"method {self.name!r}: {part.role} {part.name!r} needs {need}{of}, which this "

@@ -192,14 +192,17 @@ def capture_samples(
         )
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{index:04}.safetensors" for index in range(len(samples.every))]
-    loaded, tower = list[LoadedModel](), list[VisionTower]()
+    loaded: LoadedModel | None = None
+    tower: VisionTower | None = None
     for sample, file in zip(samples.every, files, strict=True):
         name = _name(sample, facts)
         if not _is_capture(file, name):
-            loaded = loaded or [load(path, "float32", quantization="none")]
+            loaded = loaded or load(path, "float32", quantization="none")
+            given: FeatureRows | None = None
             if sample.images:
-                tower = tower or [VisionTower.read(path, "float32", torch.device("cpu"))]
-            tensors, _ = _run(loaded[0], sample, _features(sample, tower))
+                tower = tower or VisionTower.read(path, "float32", torch.device("cpu"))
+                given = _features(sample, tower)
+            tensors, _ = _run(loaded, sample, given)
             _write(file, tensors, name)
         done()
     return Captures(
@@ -252,13 +255,11 @@ def _run(
     return tensors, logits
 
 
-def _features(sample: Sample, tower: Sequence[VisionTower]) -> FeatureRows | None:
+def _features(sample: Sample, tower: VisionTower) -> FeatureRows:
     """Features of the images of a sample, and their places."""
-    if not sample.images:
-        return None
     runs = [run for span in sample.spans for run in span.runs]
     places = torch.cat([torch.arange(first, first + count) for first, count in runs])
-    return FeatureRows(places, torch.cat(list(tower[0].encode(sample.images))))
+    return FeatureRows(places, torch.cat(list(tower.encode(sample.images))))
 
 
 def _name(sample: Sample, facts: ModelFacts) -> str:

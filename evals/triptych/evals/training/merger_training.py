@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from triptych.core.layout import Geometry
 from triptych.evals.training.captures import Captures, order_of, read_capture
 from triptych.evals.training.output_matching import (
+    chunk_plan_of,
     context_of,
     matching_loss,
     merge_capture,
     output_error,
-    plan_of,
 )
 from triptych.workers.compress.learned.chunk_merger import (
     Chunks,
@@ -163,7 +163,7 @@ class ReconstructionObjective:
 
 def _chunks_of(file: Path, frame: RopeFrame, chunk_tokens: int, offset: int = 0) -> Chunks:
     capture = read_capture(file)
-    plan = plan_of(capture, chunk_tokens, offset)
+    plan = chunk_plan_of(capture, chunk_tokens, offset)
     starts = torch.tensor([start for some in plan.chunks.values() for start in some])
     return gather_chunks(context_of(capture), frame, starts, chunk_tokens)
 

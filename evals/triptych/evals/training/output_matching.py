@@ -28,7 +28,7 @@ def context_of(capture: Capture) -> RequestCache:
     )
 
 
-def plan_of(capture: Capture, chunk_tokens: int, offset: int = 0) -> ChunkPlan:
+def chunk_plan_of(capture: Capture, chunk_tokens: int, offset: int = 0) -> ChunkPlan:
     """Chunks of a text between sinks and recent window, or of the images of a chat.
 
     ``offset``: phase of the chunks in a text; those of an image begin with it, as when it is
@@ -44,8 +44,8 @@ def plan_of(capture: Capture, chunk_tokens: int, offset: int = 0) -> ChunkPlan:
 def merge_capture(
     merger: Merger, frame: RopeFrame, capture: Capture, offset: int = 0
 ) -> ReplacedCache:
-    """The context of a capture after merging. ``offset``: as in ``plan_of``."""
-    plan = plan_of(capture, merger.chunk_tokens, offset)
+    """The context of a capture after merging. ``offset``: as in ``chunk_plan_of``."""
+    plan = chunk_plan_of(capture, merger.chunk_tokens, offset)
     return _merged(merger, frame, context_of(capture), plan)
 
 

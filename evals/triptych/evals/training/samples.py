@@ -1,4 +1,4 @@
-"""What networks are trained on: a context to compress, and the text behind it.
+"""Training samples: contexts to compress, and the tokens that follow them.
 
 Texts are cut from Python's documentation and code. Chats with images come from a file: JSON lines
 of ``{"messages": [...]}`` in the form of OpenAI's API, whose last message is the assistant's. URLs
@@ -37,6 +37,11 @@ SPLIT: Split = "calibration"
 """Texts to train on; reports use others."""
 
 JsonObject = Mapping[str, object]
+NOT_A_CHAT = (
+    *(ValueError, KeyError, TypeError, OSError),
+    *(RequestError, TemplateError, Pillow.DecompressionBombError),
+)
+"""What reading a line can raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +106,7 @@ def chat_samples(path: Path, file: Path, count: int) -> Samples:
     for number, line in enumerate(lines[:count], 1):
         try:
             every.append(_chat(line, file.parent, tokenizer, traits.layout))
-        except (ValueError, KeyError, TypeError, OSError, RequestError, TemplateError) as error:
+        except NOT_A_CHAT as error:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{file}, line {number}: {reason}") from error
     return Samples(tuple(every), hashlib.sha256(text.encode()).hexdigest()[:16])

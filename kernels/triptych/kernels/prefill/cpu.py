@@ -50,12 +50,12 @@ def prefill_attention(
         keys = gather_keys(load_tokens, key[start:end], value[start:end], past, index)
         sums = None if significance is None else significance[index]
         queries, mixed, is_even = query[start:end], out[start:end], _has_no_gap(keys, end - start)
-        both_ways = is_two_way(two_way, index)
+        reads_all = is_two_way(two_way, index)
         if is_even or sums is None:
-            _attend(queries, keys, mixed, scale, window, softcap, sinks, sums, both_ways)
+            _attend(queries, keys, mixed, scale, window, softcap, sinks, sums, reads_all)
         else:
             padded = torch.zeros(len(sums), keys.positions.shape[1])
-            _attend(queries, keys, mixed, scale, window, softcap, sinks, padded, both_ways)
+            _attend(queries, keys, mixed, scale, window, softcap, sinks, padded, reads_all)
             add_sums(sums, padded, keys, end - start)
     return out
 
@@ -74,7 +74,7 @@ def _attend(
     softcap: float,
     sinks: Tensor | None,
     sums: Tensor | None,
-    both_ways: bool,
+    reads_all: bool,
 ) -> None:
     """Write attention of one sequence to ``out`` [n, H, d]; add to ``sums`` [H, N] if given."""
     count, heads, dim = query.shape
@@ -83,11 +83,11 @@ def _attend(
     grouped = (query.float() * scale).view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
     key = F.pad(keys.key.transpose(1, 2), (0, -known % BLOCK))
     value = F.pad(keys.value, (0, 0, 0, -known % BLOCK))
-    is_plain = window == 0 and not both_ways and _has_no_gap(keys, count)
-    hidden = None if is_plain else _hidden(keys, count, window, both_ways)
+    is_plain = window == 0 and not reads_all and _has_no_gap(keys, count)
+    hidden = None if is_plain else _hidden(keys, count, window, reads_all)
     for start, end in _blocks(count, first, heads):
         size, rows = end - start, max(end - start, MIN_QUERIES)
-        last = known if both_ways else first + end
+        last = known if reads_all else first + end
         seen = last + -last % BLOCK
         queries = grouped[:, :, start:end]
         if size < rows:
@@ -113,9 +113,9 @@ def _attend(
         out[start:end] = attended.reshape(size, heads, dim)
 
 
-def _hidden(keys: Keys, count: int, window: int, both_ways: bool) -> Tensor:
+def _hidden(keys: Keys, count: int, window: int, reads_all: bool) -> Tensor:
     """Which keys a query may not read, [KH, 1, n, N rounded up to whole blocks]."""
-    hidden = ~visible(keys, count, window, both_ways)[:, None]
+    hidden = ~visible(keys, count, window, reads_all)[:, None]
     return F.pad(hidden, (0, -hidden.shape[-1] % BLOCK), value=True)
 
 

@@ -99,9 +99,9 @@ def plan(
     is_exact = query.dtype == torch.float32
     block = block_of(dim, is_exact)
     starts = torch.tensor(offsets, dtype=torch.int32).to(query.device)
-    both = None
+    flags = None
     if any(two_way):
-        both = torch.tensor(two_way, dtype=torch.int32).to(query.device)
+        flags = torch.tensor(two_way, dtype=torch.int32).to(query.device)
     launches, first, lse = list[Launch](), None, None
     if past is not None and window > 0:
         first = torch.zeros(sequences, dtype=torch.int32, device=query.device)
@@ -121,7 +121,7 @@ def plan(
         "TYPE": _type_of(query.dtype),
     }
     arguments = (
-        query, key, value, out, lse, sinks, starts, both, first, *key.stride()[:2],
+        query, key, value, out, lse, sinks, starts, flags, first, *key.stride()[:2],
         *value.stride()[:2], *shared,
     )  # fmt: skip
     grid = (-(-longest // block.queries), heads, sequences)
@@ -129,7 +129,7 @@ def plan(
     if significance is None:
         return launches
     arguments = (
-        query, key, lse, starts, both, first, significance, *key.stride()[:2],
+        query, key, lse, starts, flags, first, significance, *key.stride()[:2],
         *significance.stride(), *shared,
     )  # fmt: skip
     old = 0 if past is None else past.pages.shape[2] * past.layout.tokens

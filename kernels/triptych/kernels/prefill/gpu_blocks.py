@@ -64,7 +64,7 @@ def add_tile(logits, values, peak, mass, mixed):
 
 @triton.jit
 def attend_chunks(
-    query, key, value, out, lse, sinks, starts, both, first, key_token, key_head, value_token,
+    query, key, value, out, lse, sinks, starts, two_way, first, key_token, key_head, value_token,
     value_head, scale, cap, window, arena, page_count, table, width, by_sequence, by_head, by_page,
     counts, count_sequence, count_head,
     FORM: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
@@ -73,7 +73,7 @@ def attend_chunks(
 ):  # fmt: skip
     """Attention of a block of queries of one head over past keys in pages, then new keys.
 
-    ``both[sequence]``: whether new tokens attend to all new ones; None: of no sequence.
+    ``two_way[sequence]``: whether new tokens attend to all new ones; None: of no sequence.
 
     Grid: blocks of the longest sequence, query heads, sequences.
     """
@@ -121,10 +121,10 @@ def attend_chunks(
     if WINDOWED:
         begin = tl.maximum(tl.program_id(0) * QUERIES - window + 1, 0) // KEYS * KEYS
     end = tl.minimum((tl.program_id(0) + 1) * QUERIES, count)
-    if both is not None:
-        is_both = tl.load(both + sequence) != 0
-        begin = tl.where(is_both, 0, begin)
-        end = tl.where(is_both, count, end)
+    if two_way is not None:
+        reads_all = tl.load(two_way + sequence) != 0
+        begin = tl.where(reads_all, 0, begin)
+        end = tl.where(reads_all, count, end)
     key += start.to(tl.int64) * key_token + (head // G) * key_head
     value += start.to(tl.int64) * value_token + (head // G) * value_head
     for at in range(begin, end, KEYS):
@@ -135,8 +135,8 @@ def attend_chunks(
         visible = (key_index[None, :] <= query_index[:, None]) & (key_index < count)[None, :]
         if WINDOWED:
             visible = visible & (query_index[:, None] - key_index[None, :] < window)
-        if both is not None:
-            visible = visible | (is_both & (key_index < count)[None, :])
+        if two_way is not None:
+            visible = visible | (reads_all & (key_index < count)[None, :])
         logits = tl.where(visible, logits, float("-inf"))
         values = rows_at(value, value_token, key_index, count, DIM, WIDE, TYPE)
         peak, mass, mixed = add_tile(logits, values, peak, mass, mixed)
@@ -152,7 +152,7 @@ def attend_chunks(
 
 @triton.jit
 def sum_columns(
-    query, key, lse, starts, both, first, sums, key_token, key_head, sum_sequence, sum_head,
+    query, key, lse, starts, two_way, first, sums, key_token, key_head, sum_sequence, sum_head,
     sum_key, scale, cap, window, arena, page_count, table, width, by_sequence, by_head, by_page,
     counts, count_sequence, count_head,
     FORM: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
@@ -195,10 +195,10 @@ def sum_columns(
         begin = at // QUERIES * QUERIES
         if WINDOWED:
             end = tl.minimum(count, at + KEYS + window)
-        if both is not None:
-            is_both = tl.load(both + sequence) != 0
-            begin = tl.where(is_both, 0, begin)
-            end = tl.where(is_both, count, end)
+        if two_way is not None:
+            reads_all = tl.load(two_way + sequence) != 0
+            begin = tl.where(reads_all, 0, begin)
+            end = tl.where(reads_all, count, end)
         position, exists, index = key_index, key_index < count, known + key_index
     received = tl.full([KEYS], 0.0, tl.float32)
     line = query + (start.to(tl.int64) * heads + head) * DIM
@@ -217,8 +217,8 @@ def sum_columns(
             visible = visible & (key_index[None, :] <= query_index[:, None])
         if WINDOWED:
             visible = visible & (query_index[:, None] - position[None, :] < window)
-        if both is not None and not PAST:
-            visible = visible | (is_both & exists[None, :] & (query_index < count)[:, None])
+        if two_way is not None and not PAST:
+            visible = visible | (reads_all & exists[None, :] & (query_index < count)[:, None])
         weights = tl.where(visible, tl.exp2(logits - total[:, None]), 0.0)
         received += tl.sum(weights, 0)
     to = (

@@ -110,17 +110,17 @@ def is_two_way(two_way: Sequence[bool], index: int) -> bool:
     return bool(two_way) and two_way[index]
 
 
-def visible(keys: Keys, queries: int, window: int, both_ways: bool) -> Tensor:
+def visible(keys: Keys, queries: int, window: int, reads_all: bool) -> Tensor:
     """Mask of the keys that each query may read, bool [KH, n, P + n].
 
-    ``both_ways``: each new token reads all new ones.
+    ``reads_all``: each new token reads all new ones.
     """
     query_at = keys.positions[:, -queries:, None]
     key_at = keys.positions[:, None, :]
     seen = (key_at >= 0) & (key_at <= query_at)
     if window > 0:
         seen &= query_at - key_at < window
-    if both_ways:
+    if reads_all:
         seen[:, :, -queries:] = True
     return seen
 

@@ -17,7 +17,7 @@ from triptych.evals.training.captures import CapturePlan, capture_samples, read_
 from triptych.evals.training.fit import FitPlan
 from triptych.evals.training.learned_networks import MergerPlan, train_merger
 from triptych.evals.training.merger_training import MergerReport
-from triptych.evals.training.output_matching import context_of, output_error, plan_of
+from triptych.evals.training.output_matching import chunk_plan_of, context_of, output_error
 from triptych.evals.training.samples import chat_samples
 from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.models.facts import describe
@@ -74,7 +74,7 @@ def test_a_context_ends_with_the_last_image_and_the_rest_reads_it(
         assert capture.context == sample.context == sample.spans[-1].stop
         assert capture.images == list(sample.segments)
         assert capture.queries.shape[2] == len(sample.continuation) > len("a picture")
-        found = plan_of(capture, CHUNK_TOKENS, offset=3)
+        found = chunk_plan_of(capture, CHUNK_TOKENS, offset=3)
         starts = found.chunks[IMAGE]
         assert len(starts) == len(sample.images) * (IMAGE_TOKENS // CHUNK_TOKENS)
         assert starts[0] == sample.spans[0].start, "served images begin with a chunk"

@@ -77,10 +77,9 @@ class Prompt:
         """Positions of the features of its images, in order."""
         self.rotary = rotary_positions(self.request.images, self.request.known_tokens)
         """Rotary positions of its tokens, [3, tokens]; None: their positions."""
-        self.blocks = [range(first, first + count) for first, count in runs]
+        two_way = runs if self.two_way_images else []
+        self.blocks = [range(first, first + count) for first, count in two_way]
         """Tokens that attend to each other in both directions: no step divides them."""
-        if not self.two_way_images:
-            self.blocks.clear()
 
     def block_at(self, position: int) -> range | None:
         """The block that a border at ``position`` would divide."""

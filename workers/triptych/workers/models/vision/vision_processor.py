@@ -32,6 +32,9 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 class VisionProcessor(ABC):
     """A model's processor of images."""
 
+    two_way: ClassVar[bool] = False
+    """Whether the tokens of an image attend to all of it."""
+
     image_processor: Any
     """Of transformers."""
     options: Mapping[str, object] = field(default_factory=dict[str, object], kw_only=True)
@@ -49,9 +52,6 @@ class VisionProcessor(ABC):
     def _processed(self, images: Sequence[Pillow.Image]) -> Mapping[str, Tensor]:
         made = self.image_processor(images=list(images), return_tensors="pt", **self.options)
         return cast("Mapping[str, Tensor]", dict(made))
-
-    two_way: ClassVar[bool] = False
-    """Whether the tokens of an image attend to all of it."""
 
     @property
     def texts(self) -> tuple[str, str]:

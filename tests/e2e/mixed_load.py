@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import random
 import sys
 import time
@@ -39,6 +40,7 @@ import yaml
 
 from tests.e2e.conftest import MODEL, Server, free_port, serve_run
 from triptych.cli.output import console, make_table, write_json
+from triptych.cli.serving.serve import RAY_ENVIRONMENT
 from triptych.deployments.grpc.triptych_pb2 import CompletionRequest
 from triptych.deployments.grpc.triptych_pb2_grpc import TriptychStub
 from triptych.loadgen.report.host import host_info
@@ -529,6 +531,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     host, port = host_info(), free_port()
+    for name, value in RAY_ENVIRONMENT.items():  # as `triptych serve` and the image set it
+        os.environ.setdefault(name, value)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         server = stack.enter_context(serve_run(folder, settings(folder, port)))

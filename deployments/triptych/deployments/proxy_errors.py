@@ -1,8 +1,9 @@
-"""Middleware for Ray Serve's HTTP proxy: what the proxy ends by itself also ends with an error.
+"""Middleware for Ray Serve's HTTP proxy: its own errors have OpenAI's shape, and it frees bodies.
 
 A proxy answers with plain text when it has no replica or loses one, and cuts the stream of a
-replica that ends. Ray Serve adds the middleware where ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``
-names ``middlewares``; ``triptych serve`` and the container image set that.
+replica that ends. While a request runs, it keeps the last message of its body. Ray Serve adds the
+middleware where ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` names ``middlewares``; ``triptych
+serve`` and the container image set that.
 """
 
 from starlette.datastructures import Headers
@@ -25,7 +26,7 @@ REPLACED = (408, 429, 500, 503)
 
 def middlewares() -> list[Middleware]:
     """The middleware of Ray Serve's HTTP proxies; Ray Serve calls this when a proxy starts."""
-    return [Middleware(ProxyErrorMiddleware)]
+    return [Middleware(ProxyErrorMiddleware), Middleware(EmptyEndMiddleware)]
 
 
 class ProxyErrorMiddleware:
@@ -72,3 +73,35 @@ class _Response:
         if message["type"] == "http.response.body":
             self._is_complete = not message.get("more_body", False)
         await self._send(message)
+
+
+class EmptyEndMiddleware:
+    """Gives each body an empty last message, so that the proxy keeps no part of the body.
+
+    A local variable of ``HTTPProxy.proxy_asgi_receive`` (Ray 2.60) holds the last message, up to
+    256 KiB, until the client disconnects.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_http = scope["type"] == "http"
+        await self._app(scope, _with_empty_end(receive) if is_http else receive, send)
+
+
+def _with_empty_end(receive: Receive) -> Receive:
+    at_end = False
+
+    async def receive_next() -> Message:
+        nonlocal at_end
+        if at_end:
+            at_end = False
+            return {"type": "http.request", "body": b"", "more_body": False}
+        message = await receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            at_end = bool(message.get("body"))
+            message["more_body"] = at_end
+        return message
+
+    return receive_next

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from triptych.cli.serving.serve import RAY_ENVIRONMENT
-from triptych.deployments.proxy_errors import ProxyErrorMiddleware
+from triptych.deployments.proxy_errors import EmptyEndMiddleware, ProxyErrorMiddleware
 
 DONE = b"data: [DONE]\n\n"
 
@@ -89,5 +89,47 @@ def test_a_stream_that_is_cut_ends_with_an_error_event() -> None:
 def test_the_name_that_serve_gives_to_ray_is_right() -> None:
     variable = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
     module, _, name = RAY_ENVIRONMENT[variable].partition(":")
-    (middleware,) = getattr(import_module(module), name)()
-    assert middleware.cls is ProxyErrorMiddleware
+    found = [middleware.cls for middleware in getattr(import_module(module), name)()]
+    assert found == [ProxyErrorMiddleware, EmptyEndMiddleware]
+
+
+def bodies(messages: Sequence[dict[str, Any]]) -> list[tuple[bytes, bool]]:
+    """The messages of a request as the proxy gets them, up to the one that ends the body."""
+    waiting, seen = list(messages), list[tuple[bytes, bool]]()
+
+    async def proxy(_scope: Any, receive: Any, _send: Any) -> None:
+        more = True
+        while more:
+            message = await receive()
+            more = message.get("more_body", False)
+            seen.append((message["body"], more))
+        assert (await receive())["type"] == "http.disconnect"
+
+    async def receive() -> Any:
+        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    asyncio.run(EmptyEndMiddleware(proxy)({"type": "http"}, receive, send))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([b"abc"], [(b"abc", True), (b"", False)]),
+        ([b"ab", b"c"], [(b"ab", True), (b"c", True), (b"", False)]),
+        ([b"ab", b""], [(b"ab", True), (b"", False)]),
+        ([b""], [(b"", False)]),
+    ],
+)
+def test_the_last_message_of_a_body_is_empty(
+    parts: list[bytes], expected: list[tuple[bytes, bool]]
+) -> None:
+    last = len(parts) - 1
+    messages = [
+        {"type": "http.request", "body": part, "more_body": i < last}
+        for i, part in enumerate(parts)
+    ]
+    assert bodies(messages) == expected

@@ -16,6 +16,7 @@ from triptych.deployments.grpc import GrpcServer
 from triptych.deployments.http import ModelCard, OpenAIServing, create_app
 from triptych.deployments.http.metrics import CacheBlocks, IngressMetrics
 from triptych.deployments.replicas.memory_tuning import tune_memory
+from triptych.deployments.replicas.received_bodies import free_received_bodies
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
 from triptych.deployments.transport.node_context import NodeContext
@@ -79,6 +80,7 @@ class IngressReplica:
         await self._engine.start()
         await self._rpc.start()
         tune_memory()
+        free_received_bodies()
         warm_up = self._serving.request_builder.warm_up
         self._warming = asyncio.create_task(asyncio.to_thread(warm_up))
 

@@ -2,6 +2,7 @@
 
     python -m tests.e2e.repeats --json benchmarks/results/repeats.json
     python -m tests.e2e.repeats --policies uniform:fp16 --topologies colocated --prompts 16
+    python -m tests.e2e.repeats --json benchmarks/results/repeats.json --resume
 
 The prompts are consecutive cuts of prose and code, of 40 to 3,000 tokens. The second time the first
 half of the prompt is in the prefix cache, the third time every block that can be. The tokens must
@@ -9,6 +10,7 @@ be the same each time. Exit code 1 if any differ.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -203,15 +205,21 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="keep the servers that --json has")
     options = parser.parse_args()
+    if options.resume and not options.json:
+        parser.error("--resume needs --json: the file that it goes on from")
     host, cuts = host_info(), prompts(options.prompts)
-    summaries, everything = dict[str, dict[str, Any]](), list[Repeated]()
+    known = json.loads(options.json.read_text()) if options.resume else {}
+    summaries: dict[str, dict[str, Any]] = known.get("servers", {})
+    answers: list[dict[str, Any]] = known.get("prompts", [])
     for policy, topology in product(names(options.policies), names(options.topologies)):
+        if f"{topology}, {policy}" in summaries:
+            continue
         rows = list(_told(run(topology, policy, cuts, options.tokens, options.dtype), _tell))
         summaries[f"{topology}, {policy}"] = summary(rows)
-        everything += rows
+        answers += [row.as_row() for row in rows]
         if options.json:
-            answers = [row.as_row() for row in everything]
             write_json({"host": host, "servers": summaries, "prompts": answers}, options.json)
     console.print(_table(summaries))
     return 1 if any(one["differ"] for one in summaries.values()) else 0

@@ -48,6 +48,8 @@ from triptych.core.messages import (
     failed,
 )
 from triptych.router import Scheduler
+from triptych.router.queue.waiting_queue import QueueView
+from triptych.router.snapshot import Budget, Waiting
 
 # ------------------------------------------------------------------ the way of one request
 
@@ -207,6 +209,28 @@ def test_prefill_gets_no_more_tokens_than_its_limit() -> None:
     driver = whole(prefill_batch_tokens=100)
     assert [bool(driver.submit(request(name))) for name in "abc"] == [True, True, False]
     assert driver.router.snapshot(0).blocked_reason == "prefill_busy"
+    assert started(driver.prefilled("a")) == ["c"]
+
+
+def test_while_prefill_is_busy_the_policy_is_not_asked_again() -> None:
+    driver = Driver("P", "C", "D", slots=9, prefill_batch_tokens=100)
+    for name, prompt in (("a", 50), ("b", 40), ("c", 50)):
+        driver.submit(request(name, prompt=prompt))
+    dispatch, asked = driver.router._dispatch, list[int]()
+    choose = dispatch.schedule.choose
+
+    def counted(queue: QueueView, budget: Budget) -> list[Waiting]:
+        asked.append(len(queue))
+        return choose(queue, budget)
+
+    dispatch.schedule = replace(dispatch.schedule, choose=counted)
+    assert driver.on(Finished(request="x", tokens=1), "D") == []
+    assert asked == []
+    assert driver.router.snapshot(driver.now).blocked_reason == "prefill_busy"
+    assert started(driver.submit(request("tiny", prompt=8))) == ["tiny"]  # the queue has changed
+    asked.clear()
+    driver.on(Finished(request="x", tokens=1), "D")
+    assert asked == []
     assert started(driver.prefilled("a")) == ["c"]
 
 

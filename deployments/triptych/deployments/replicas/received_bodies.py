@@ -1,6 +1,6 @@
 # Ray Serve's private modules lack types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUntypedBaseClass=false
+# pyright: reportUntypedBaseClass=false, reportPrivateImportUsage=false
 """Makes a replica of Ray Serve free the body of a request once the application has read it.
 
 Ray Serve fetches the ASGI messages of a request in a loop until the client disconnects
@@ -10,6 +10,7 @@ waiting requests of 512 KiB made an ingress larger by 35 MB.
 """
 
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 from ray.serve._private import replica
 from ray.serve._private.common import RequestMetadata
@@ -28,7 +29,7 @@ class FreeingReceiveProxy(ASGIReceiveProxy):
     """Ray Serve's ``receive``, whose loop keeps empty objects instead of bodies."""
 
     def __init__(self, scope: Scope, request_metadata: RequestMetadata, fetch: Fetch) -> None:
-        super().__init__(scope, request_metadata, emptying(fetch))
+        super().__init__(scope, request_metadata, cast("Fetch", emptying(fetch)))
 
     async def __call__(self) -> Message:
         message = await super().__call__()

@@ -117,6 +117,10 @@ class Overcommit:
     def __len__(self) -> int:
         return len(self._needs)
 
+    def arena_of(self, request: str) -> str | None:
+        """The arena in which a request is counted; None: in none."""
+        return self._needs.get(request, (None, None))[0]
+
     def put(self, request: str, arena: str, need: Need) -> None:
         """Set what a started request needs, in place of what was known of it."""
         self.drop(request)

@@ -48,6 +48,11 @@ class Dispatch:
     _short_at: tuple[int, int] | None = None
     """Changes of the queue and openings of arenas when bytes were last short; None: they are not,
     or time has passed since."""
+    _busy_at: int | None = None
+    """Changes of the queue when no prefill worker had room for the first request in it. More bytes
+    do not make another one the first."""
+    _busy_for: int = 0
+    """Room that this request takes, in tokens."""
     _successors: dict[str, Entry] = field(default_factory=dict[str, Entry])
     """Requests in prefill whose images are still to be sent to an encode worker."""
 
@@ -58,7 +63,7 @@ class Dispatch:
     def expire(self) -> None:
         """Time has passed: requests may have lost their patience, so the queue has another
         order."""
-        self._short_at = None
+        self._short_at = self._busy_at = None
 
     def run(self, now: float) -> None:
         """Dispatch every request that can continue, last stage first."""
@@ -270,10 +275,16 @@ class Dispatch:
     def _admit(self, now: float) -> HeldBy:
         """Start as many waiting requests as bytes, decode slots and prefill workers allow.
 
-        While bytes are short, most messages free none, and nothing is tried again after them.
+        While bytes or prefill workers are short, most messages change nothing about that, and
+        nothing is tried again after them.
         """
         if self._short_at == self._moment():
             return "no_bytes"
+        if self._busy_at == self.cluster.requests.queue.changes and not self._has_room(
+            self._busy_for
+        ):
+            return "prefill_busy"
+        self._busy_at = None
         blocked_reason = self._start_waiting(now)
         self._short_at = self._moment() if blocked_reason == "no_bytes" else None
         return blocked_reason
@@ -302,10 +313,14 @@ class Dispatch:
         A request starts only if a decode slot will be free for it. Otherwise finished prompts
         would pile up in raw pages, which take more bytes than any later form.
         """
-        load_index = self.cluster.load_index
-        if not load_index.prefill_has_room(1, self._prefill_limit_tokens):
-            return "prefill_busy" if load_index.has_stage("prefill") else "no_prefill_worker"
+        if not self._has_room(1):
+            is_there = self.cluster.load_index.has_stage("prefill")
+            return "prefill_busy" if is_there else "no_prefill_worker"
         return "" if self._unpromised_slots > 0 else "no_decode_slot"
+
+    def _has_room(self, tokens: int) -> bool:
+        """Whether any prefill worker takes a prompt of ``tokens`` tokens, bytes aside."""
+        return self.cluster.load_index.prefill_has_room(tokens, self._prefill_limit_tokens)
 
     @property
     def _unpromised_slots(self) -> int:
@@ -477,6 +492,9 @@ class Dispatch:
             now,
         )
         if not len(snapshot):
+            if self.shared.computing(entry) is None:  # else it may join that request later
+                self._busy_at = self.cluster.requests.queue.changes
+                self._busy_for = snapshot.needed
             return None, "prefill_busy"
         if not self._could_fit(entry.sizes):
             return None, "no_bytes"

@@ -30,10 +30,10 @@ class Snapshot:
     """Workers with room."""
 
     def __post_init__(self) -> None:
-        self._count = self.load_index.with_room(self._needed, self.limit_tokens)
+        self._count = self.load_index.with_room(self.needed, self.limit_tokens)
 
     @property
-    def _needed(self) -> int:
+    def needed(self) -> int:
         """Room that the prompt takes. A long one with images is sent while another is read, since
         its images come first."""
         if self.prompt.has_images:
@@ -64,7 +64,7 @@ class Snapshot:
         return tokens * self.token_s
 
     def best_in(self, arena: str) -> str | None:
-        if not self.load_index.with_room(self._needed, self.limit_tokens, arena):
+        if not self.load_index.with_room(self.needed, self.limit_tokens, arena):
             return None
         return self.load_index.prefill_workers(arena).first() if self._has_bytes(arena) else None
 

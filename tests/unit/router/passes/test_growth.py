@@ -22,6 +22,7 @@ from triptych.core.messages import (
     Slo,
 )
 from triptych.router.models.booking import tokens_ahead
+from triptych.router.models.overcommit import Overcommit
 from triptych.router.passes.growth import MAX_PAUSE_S
 
 PAGE = MODEL.plan.page_bytes
@@ -104,6 +105,39 @@ def test_more_is_booked_as_it_grows_until_all_is() -> None:
     assert held <= booked == bound
     driver.on(Finished(request="r", tokens=MOST), "D")
     assert driver.booked == driver.router.snapshot(driver.now).bound_bytes == 0
+
+
+def test_needs_are_summed_when_somebody_wants_to_start() -> None:
+    """Then they are those that a router would know that had computed each at once."""
+    driver = drive()
+    growth = driver.router._growth
+    for name in "ab":
+        decode(driver, name)
+    for name, tokens in (("a", 300), ("b", 90), ("a", 500)):
+        ask(driver, name, tokens, 40)
+    decode(driver, "c")
+    driver.on(Finished(request="b", tokens=50), "D")
+    growth._sum_needs("")
+    at_once = Overcommit(0.1, growth.overcommit.capacity_bytes)
+    for name in "ac":
+        entry = driver.router._cluster.requests[name]
+        assert entry.booking is not None
+        entry.booking.latest = None
+        at_once.put(name, "", growth._need(entry))
+    assert growth.overcommit._arenas == at_once._arenas
+    assert growth.overcommit._needs == at_once._needs
+    assert not growth._uncounted
+
+
+def test_a_request_that_grows_costs_no_forecast_until_somebody_wants_to_start() -> None:
+    driver = drive()
+    decode(driver, "a")
+    before = driver.router._growth.overcommit._needs["a"]
+    for tokens in (200, 300, 400):
+        ask(driver, "a", tokens, 40)
+    assert driver.router._growth.overcommit._needs["a"] is before
+    decode(driver, "b")
+    assert driver.router._growth.overcommit._needs["a"] is not before
 
 
 def test_a_paused_request_gets_what_its_next_token_needs() -> None:

@@ -195,11 +195,22 @@ def test_a_tokenizer_may_know_more_tokens_than_the_model(tiny_model: Path, tmp_p
             assert re.fullmatch("zzzz|[a-c]{6}", answer.text), answer
 
 
-def test_the_special_token_before_calls_of_mistral_is_text_of_the_grammar(tmp_path: Path) -> None:
-    """The model was trained on that token, not on its letters; the text of an answer lacks it."""
+@pytest.mark.parametrize(
+    ("rules", "shown", "text"),
+    [
+        ('start: "[TOOL_CALLS]" "[" "]"', False, "[]"),
+        ('start: "[TOOL_CALLS]" "f" "[ARGS]" "{" "}"', True, "[TOOL_CALLS]f[ARGS]{}"),
+    ],
+)
+def test_special_tokens_of_calls_of_mistral_are_text_of_the_grammar(
+    rules: str, shown: bool, text: str, tmp_path: Path
+) -> None:
+    """The model was trained on those tokens, not on their letters."""
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([AddedToken("[TOOL_CALLS]", special=True)], special_tokens=True)
-    size, tag = len(tokenizer), tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    added = [AddedToken(tag, special=True) for tag in ("[TOOL_CALLS]", "[ARGS]")]
+    tokenizer.add_tokens(added, special_tokens=True)
+    size = len(tokenizer)
+    tags = tokenizer.convert_tokens_to_ids(["[TOOL_CALLS]", "[ARGS]"])
     config = LlamaConfig(
         vocab_size=size,
         hidden_size=64,
@@ -214,10 +225,15 @@ def test_the_special_token_before_calls_of_mistral_is_text_of_the_grammar(tmp_pa
         "model": {"name": "tiny", "dtype": "float32"},
         "pool": {"kv_cache_memory_bytes": 16 << 20},
     }
-    rules = grammar.from_lark('start: "[TOOL_CALLS]" "[" "]"')
     with LocalServer(AppConfig.from_mapping(settings), tmp_path) as server:
         sampling = Sampling(
-            temperature=0.0, max_tokens=20, grammar=rules, logit_bias=((tag, 100.0),)
+            temperature=0.0,
+            max_tokens=20,
+            grammar=grammar.from_lark(rules),
+            logit_bias=tuple((tag, 100.0) for tag in tags),
+            skip_special_tokens=not shown,
         )
         (answer,) = server.complete([server.request([65, 66], sampling)])
-    assert (answer.tokens[0], answer.text) == (tag, "[]")
+    assert answer.tokens[0] == tags[0]
+    assert answer.text == text
+    assert not shown or tags[1] in answer.tokens

@@ -19,7 +19,7 @@ from triptych.core.errors import GrammarError
 from triptych.core.grammar import LIMITS
 from triptych.workers.models.load import LoadedModel
 from triptych.workers.sampling.json_numbers import NumberScanner
-from triptych.workers.sampling.tool_calls import OPEN_ARRAY
+from triptych.workers.sampling.tool_calls import MISTRAL_TAGS
 
 MAX_COMPILED = 64
 """Compiled grammars that are kept, the most recently used ones."""
@@ -132,7 +132,7 @@ class GrammarMatcherFactory:
         texts = [
             i
             for i, content in added.items()
-            if (not content.special or content.content == OPEN_ARRAY) and i < size
+            if (not content.special or content.content in MISTRAL_TAGS) and i < size
         ]
         vocabulary = Vocabulary(with_text_tokens(made, texts, ends))
         _ = vocabulary.begins_with_digit

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """The tags around a call, as in Hermes and Qwen."""
-OPEN_ARRAY = "[TOOL_CALLS]"
-"""What stands before the calls of Mistral; a special token there, which texts of answers lack."""
+OPEN_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+"""Tags in the calls of Mistral: special tokens there, which texts of answers lack."""
+MISTRAL_TAGS = OPEN_CALLS, ARGS, CALL_ID
 
 _STRING_CHARS = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 """Characters of a JSON string up to its closing quote, or up to an incomplete escape."""

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import SandboxedEnvironment
 
+from triptych.deployments.http.openai.named_calls import calls_in
 from triptych.deployments.http.openai.reasoning_parser import (
     THINK_CLOSE,
     THINK_OPEN,
@@ -19,7 +20,7 @@ from triptych.deployments.http.openai.reasoning_parser import (
 )
 from triptych.deployments.http.openai.tool_parser import ToolFormat, parse_call, parse_calls
 from triptych.deployments.http.tokenizer import Tokenizer
-from triptych.workers.sampling.tool_calls import CLOSE, OPEN, OPEN_ARRAY
+from triptych.workers.sampling.tool_calls import CLOSE, OPEN, OPEN_CALLS
 
 RESERVED = {
     "messages", "tools", "documents", "add_generation_prompt", "chat_template", "conversations",
@@ -97,9 +98,11 @@ class ChatTemplate:
         objects = re.findall(r'\{"name": "triptychprobe", "parameters": \{[^{}]*\}\}', called)
         if any(parse_call(text, names, ToolFormat.OBJECT) for text in objects):
             return ToolFormat.OBJECT
-        arrays = re.findall(re.escape(OPEN_ARRAY) + r"\s*(\[.*?\}\])", called, re.DOTALL)
+        arrays = re.findall(re.escape(OPEN_CALLS) + r"\s*(\[.*?\}\])", called, re.DOTALL)
         if any(parse_calls(text, names) for text in arrays):
             return ToolFormat.ARRAY
+        if any(name == _PROBE for name, _, _ in calls_in(called)):
+            return ToolFormat.NAMED
         return None
 
     @cached_property

@@ -543,7 +543,8 @@ class RequestBuilder:
             include_stop=body.include_stop_str_in_output,
             stop_token_ids=tuple(body.stop_token_ids),
             logprobs=logprobs,
-            skip_special_tokens=body.skip_special_tokens,
+            skip_special_tokens=body.skip_special_tokens
+            and not self._tool_format(tools).shows_special_tokens,
         )
 
     def _value(self, body: GenerationBody, name: str, given: float) -> float:

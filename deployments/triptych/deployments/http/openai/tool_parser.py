@@ -11,7 +11,7 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import sha256
 from typing import Protocol
@@ -20,10 +20,12 @@ from triptych.core.errors import GrammarError, RequestError
 from triptych.core.grammar import GrammarSource, bounded_schema, schema_source
 from triptych.core.messages import FinishReason
 from triptych.deployments.grammars import GrammarCompiler
+from triptych.deployments.http.openai import named_calls
 from triptych.deployments.http.openai.guided_decoding import OutputConstraint, check_own_end
+from triptych.deployments.http.openai.named_calls import NamedCallScanner
 from triptych.deployments.http.openai.protocol import ChatBody, Message, NamedTool, Tool
 from triptych.deployments.http.openai.reasoning_parser import Thinking, after_thinking
-from triptych.workers.sampling.tool_calls import CLOSE, OPEN, OPEN_ARRAY, Segment, ToolCallScanner
+from triptych.workers.sampling.tool_calls import CLOSE, OPEN, OPEN_CALLS, Segment, ToolCallScanner
 
 RESULT = "<tool_response>\n{}\n</tool_response>"
 RESULT_ROLES = ("tool", "function")
@@ -57,7 +59,20 @@ class ToolFormat(Enum):
     OBJECT = "object"
     """The whole output is one JSON object: Llama 3."""
     ARRAY = "array"
-    """The whole output is ``[TOOL_CALLS]`` and a JSON array: Mistral."""
+    """The whole output is ``[TOOL_CALLS]`` and a JSON array: Mistral up to version 7."""
+    NAMED = "named"
+    """Text, and then ``[TOOL_CALLS]name[ARGS]`` and a JSON object for each call: Mistral from
+    version 11 on."""
+
+    @property
+    def has_short_ids(self) -> bool:
+        """Whether templates take ids of nine letters and digits only."""
+        return self in (ToolFormat.ARRAY, ToolFormat.NAMED)
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        """Whether the tags of calls are special tokens without which they cannot be read."""
+        return self is ToolFormat.NAMED
 
     @property
     def arguments_key(self) -> str:
@@ -77,8 +92,9 @@ class ParsedCall:
     def new(cls, name: str, arguments: str, form: ToolFormat) -> "ParsedCall":
         """A call with an id of its own."""
         number = uuid.uuid4().hex
-        is_array = form is ToolFormat.ARRAY
-        return cls(name, arguments, number[:ID_LETTERS] if is_array else f"call_{number[:24]}")
+        return cls(
+            name, arguments, number[:ID_LETTERS] if form.has_short_ids else f"call_{number[:24]}"
+        )
 
 
 # ---------------------------------------------------------------- request fields
@@ -172,7 +188,7 @@ def _native_turn(message: Message, form: ToolFormat) -> Turn:
 
 def _native_id(call_id: str | None, form: ToolFormat) -> str | None:
     """An id as templates take it; that of another server becomes one of nine letters."""
-    if form is not ToolFormat.ARRAY or re.fullmatch(f"[a-zA-Z0-9]{{{ID_LETTERS}}}", call_id or ""):
+    if not form.has_short_ids or re.fullmatch(f"[a-zA-Z0-9]{{{ID_LETTERS}}}", call_id or ""):
         return call_id
     return sha256((call_id or "").encode()).hexdigest()[:ID_LETTERS]
 
@@ -240,11 +256,11 @@ async def grammar_of(
     """
     check_own_end(body, "an answer that may call tools")
     places = {tool.function.name: index for index, tool in enumerate(body.tools)}
-    bodies = [
-        f"({await _body(tool, f'tools.{places[tool.function.name]}', compiler, form)})"
+    schemas = [
+        (tool.function.name, await _schema(tool, f"tools.{places[tool.function.name]}", compiler))
         for tool in tools
     ]
-    rules = _rules(body, bodies, form)
+    rules = _rules(body, schemas, form)
     # Reasoning that may come is text as well.
     is_free = not calls_come_first(body, constraint)
     begin = Thinking.NO if is_free and thinking is Thinking.MAYBE else thinking
@@ -260,11 +276,19 @@ async def grammar_of(
         raise RequestError(f"tools: {error}", "tools") from error
 
 
-def _rules(body: ChatBody, bodies: Sequence[str], form: ToolFormat) -> list[str]:
-    """Rules ``calls``, at the beginning of an output, and ``free``, of any output."""
+def _rules(body: ChatBody, schemas: Sequence[tuple[str, str]], form: ToolFormat) -> list[str]:
+    """Rules ``calls``, at the beginning of an output, and ``free``, of any output.
+
+    ``schemas``: name and schema of the parameters of each tool, in JSON.
+    """
     # One call ends the answer: text after it could hold another one.
     once = not body.parallel_tool_calls or isinstance(body.tool_choice, NamedTool)
+    bodies = [f'({json.dumps(_head(name, form))} %json {schema} "}}")' for name, schema in schemas]
     match form:
+        case ToolFormat.NAMED:
+            return named_calls.rules(
+                [(json.dumps(name), schema) for name, schema in schemas], once=once
+            )
         case ToolFormat.TAGS:
             return _tag_rules(bodies, once=once)
         case ToolFormat.OBJECT:
@@ -294,11 +318,11 @@ def _object_rules(bodies: Sequence[str]) -> list[str]:
 def _array_rules(bodies: Sequence[str], *, once: bool) -> list[str]:
     """The whole output is an array of calls, or a text that begins otherwise."""
     return [
-        f'calls: "{OPEN_ARRAY}"? " "? "[" {"call" if once else "call (CALL_GAP call)*"} "]"',
+        f'calls: "{OPEN_CALLS}"? " "? "[" {"call" if once else "call (CALL_GAP call)*"} "]"',
         f"call: {' | '.join(bodies)}",
         'CALL_GAP: "," " "?',
         "free: calls | TEXT",
-        f"TEXT: {_text_without('[')} & ~/(.|\\n)*{re.escape(OPEN_ARRAY)}(.|\\n)*/",
+        f"TEXT: {_text_without('[')} & ~/(.|\\n)*{re.escape(OPEN_CALLS)}(.|\\n)*/",
     ]
 
 
@@ -307,7 +331,11 @@ def _text_without(opening: str) -> str:
     return f"/\\s*([^\\s{re.escape(opening)}](.|\\n)*)?/"
 
 
-async def _body(tool: Tool, param: str, compiler: GrammarCompiler, form: ToolFormat) -> str:
+async def _schema(tool: Tool, param: str, compiler: GrammarCompiler) -> str:
+    """The schema of a tool's parameters in JSON; that of any object if it has no grammar.
+
+    Raises: RequestError if it has none and the tool is strict
+    """
     function = tool.function
     schema = function.parameters or ANY_ARGUMENTS
     try:
@@ -316,8 +344,7 @@ async def _body(tool: Tool, param: str, compiler: GrammarCompiler, form: ToolFor
         if function.strict:
             raise RequestError(f"{error}", f"{param}.function.parameters") from error
         schema = ANY_ARGUMENTS
-    head = json.dumps(_head(function.name, form))
-    return f'{head} %json {json.dumps(bounded_schema(schema))} "}}"'
+    return json.dumps(bounded_schema(schema))
 
 
 def _head(name: str, form: ToolFormat) -> str:
@@ -350,7 +377,7 @@ def call_parser(names: frozenset[str], form: ToolFormat, *, calls_first: bool) -
     """A parser of one output."""
     if form is ToolFormat.TAGS:
         return ToolParser(names, calls_first=calls_first)
-    return WholeCallParser(names, form)
+    return NamedCallParser(names) if form is ToolFormat.NAMED else WholeCallParser(names, form)
 
 
 @dataclass
@@ -394,14 +421,40 @@ class WholeCallParser:
         heads = [_head(name, self.form) for name in self.names]
         if self.form is ToolFormat.OBJECT:
             return heads
-        opens = (f"{OPEN_ARRAY}{gap}[" for gap in ("", " "))
+        opens = (f"{OPEN_CALLS}{gap}[" for gap in ("", " "))
         return [before + head for before in ("[", *opens) for head in heads]
 
     def _parse(self, text: str) -> list[ParsedCall]:
         if self.form is ToolFormat.OBJECT:
             call = parse_call(text, self.names, self.form)
             return [call] if call else []
-        return parse_calls(text.removeprefix(OPEN_ARRAY), self.names)
+        return parse_calls(text.removeprefix(OPEN_CALLS), self.names)
+
+
+@dataclass
+class NamedCallParser:
+    """Parses text that calls with tags of their own may follow (``named_calls``)."""
+
+    names: frozenset[str]
+    calls: int = 0
+    _scanner: NamedCallScanner = field(default_factory=NamedCallScanner)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the output ended inside a call."""
+        return self._scanner.is_cut
+
+    def read(self, text: str, *, finish: FinishReason | None = None) -> Iterator[str | ParsedCall]:
+        """Parse the next piece; a call of no tool is dropped."""
+        for found in self._scanner.read(text, finish=finish):
+            if isinstance(found, str):
+                yield found
+                continue
+            name, arguments, call_id = found
+            if name in self.names:
+                self.calls += 1
+                call = ParsedCall.new(name, arguments, ToolFormat.NAMED)
+                yield replace(call, id=call_id) if call_id else call
 
 
 @dataclass

@@ -1,0 +1,105 @@
+"""Tool calls as Mistral writes them from version 11 on: ``[TOOL_CALLS]name[ARGS]{...}``.
+
+Text may come before the first call. Each call begins with its own tag, and version 11 writes an id
+between name and arguments: ``[TOOL_CALLS]name[CALL_ID]abcdefghi[ARGS]{...}``. The tags are special
+tokens, which no other text of an answer has, so outputs are read with them.
+
+Source: mistral-common, ``InstructTokenizerV11`` and ``InstructTokenizerV13``
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from triptych.core.messages import FinishReason
+from triptych.workers.sampling.tool_calls import ARGS, CALL_ID, OPEN_CALLS, overlap
+
+NamedCall = tuple[str, str, str]
+"""Name, arguments as JSON, and id; an empty id: the output has none."""
+
+_HEAD = re.compile(
+    rf"{re.escape(OPEN_CALLS)}(?P<name>[^\[\]{{}}]*?)"
+    rf"(?:{re.escape(CALL_ID)}(?P<id>[a-zA-Z0-9]*))?{re.escape(ARGS)}"
+)
+
+
+def rules(bodies: list[tuple[str, str]], *, once: bool) -> list[str]:
+    """Rules ``calls``, at the beginning of an output, and ``free``, of any output.
+
+    ``bodies``: name and schema of each tool, in JSON.
+    """
+    open_calls, call_id, args = (json.dumps(tag) for tag in (OPEN_CALLS, CALL_ID, ARGS))
+    named = [f"({name} id? {args} %json {schema})" for name, schema in bodies]
+    more = "" if once else " call*"
+    return [
+        f"calls: call{more}",
+        f"call: {open_calls} named",
+        f"named: {' | '.join(named)}",
+        f"id: {call_id} /[a-zA-Z0-9]{{9}}/",
+        f"free: TEXT | found named{more}",
+        f"found[lazy]: TEXT {open_calls}",
+        "TEXT: /(.|\\n)*/",
+    ]
+
+
+def calls_in(text: str) -> list[NamedCall]:
+    """The calls of a whole text, each with arguments that are a JSON object.
+
+    >>> calls_in('[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}[TOOL_CALLS]time[ARGS]{}')
+    [('weather', '{"city": "Ulm"}', ''), ('time', '{}', '')]
+    """
+    found, at = list[NamedCall](), text.find(OPEN_CALLS)
+    while at >= 0 and (call := _call_at(text, at)) is not None:
+        named, at = call
+        found.append(named)
+        at = text.find(OPEN_CALLS, at)
+    return found
+
+
+def _call_at(text: str, at: int) -> tuple[NamedCall, int] | None:
+    """The call that begins at a place and where it ends; None if it is not complete."""
+    head = _HEAD.match(text, at)
+    if head is None:
+        return None
+    try:
+        arguments, end = json.JSONDecoder(parse_int=float).raw_decode(text, head.end())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(arguments, dict):
+        return None
+    return (head["name"].strip(), text[head.end() : end], head["id"] or ""), end
+
+
+@dataclass
+class NamedCallScanner:
+    """Separates text from calls in streamed output; how it is cut changes nothing."""
+
+    is_cut: bool = False
+    """Whether the output ended inside a call."""
+    _rest: str = ""
+    """Output that is not yielded yet."""
+    _in_calls: bool = False
+
+    def read(self, text: str, *, finish: FinishReason | None = None) -> Iterator[str | NamedCall]:
+        """Parse the next piece: yields text before the first call, and calls once complete."""
+        self._rest += text
+        if not self._in_calls:
+            yield from self._text(finish)
+        if self._in_calls and ("}" in text or finish):
+            while (call := _call_at(self._rest, 0)) is not None:
+                named, end = call
+                self._rest = self._rest[end:].lstrip()
+                yield named
+        if finish:
+            self.is_cut, self._rest = bool(self._rest), ""
+
+    def _text(self, finish: FinishReason | None) -> Iterator[str]:
+        at = self._rest.find(OPEN_CALLS)
+        self._in_calls = at >= 0
+        is_whole = finish == "stop" and not self._in_calls
+        held = 0 if is_whole else overlap(self._rest, OPEN_CALLS)
+        end = at if self._in_calls else len(self._rest) - held
+        before, self._rest = self._rest[:end], self._rest[end:]
+        if before:
+            yield before

@@ -61,7 +61,9 @@ def test_growth_and_lost_goodput_are_faults() -> None:
         )
         return Report(
             capacity_per_s=1.0,
+            capacity_afterwards_per_s=1.0,
             median_s=1.0,
+            polite_s={},
             offered_per_s={},
             polite_sent=10,
             polite_good=good,

@@ -17,7 +17,7 @@ Source: Chernoff 1952; Hui 1988, effective bandwidths: the same rule for connect
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import expm1, log1p
@@ -85,12 +85,17 @@ NO_TIME = (0,) * len(EXPONENTS)
 NOTHING = Need(NO_TIME * len(AHEAD))
 
 
+Forecast = Callable[[], Need]
+
+
 @dataclass(slots=True)
 class ArenaNeed:
     """Sums over the requests of one arena."""
 
     logs: list[int] = field(default_factory=lambda: [*NOTHING.logs])
     requests: int = 0
+    changed: dict[str, Forecast] = field(default_factory=dict[str, Forecast])
+    """Requests whose needs are others than those that were summed."""
 
     def add(self, need: Need) -> None:
         self.requests += 1
@@ -117,15 +122,22 @@ class Overcommit:
     def __len__(self) -> int:
         return len(self._needs)
 
-    def arena_of(self, request: str) -> str | None:
-        """The arena in which a request is counted; None: in none."""
-        return self._needs.get(request, (None, None))[0]
-
     def put(self, request: str, arena: str, need: Need) -> None:
         """Set what a started request needs, in place of what was known of it."""
         self.drop(request)
         self._needs[request] = arena, need
         self._arenas.setdefault(arena, ArenaNeed()).add(need)
+
+    def forecast(self, request: str, arena: str, forecast: Forecast) -> None:
+        """The same; for a request that the arena has already, the need is computed when it is read.
+
+        A request grows several times for each one that wants to start in its arena.
+        """
+        counted = self._needs.get(request)
+        if counted is not None and counted[0] == arena:
+            self._arenas[arena].changed[request] = forecast
+        else:
+            self.put(request, arena, forecast())
 
     def drop(self, request: str) -> None:
         """A request holds no pages any more."""
@@ -133,6 +145,7 @@ class Overcommit:
         if need is not None:
             total = self._arenas[arena]
             total.remove(need)
+            total.changed.pop(request, None)
             if not total.requests:
                 del self._arenas[arena]
 
@@ -142,7 +155,7 @@ class Overcommit:
         ``memory_bytes``: what requests may use now, lent memory included. The only request of an
         arena always can: its bound is below the capacity.
         """
-        total = self._arenas.get(arena)
+        total = self._summed(arena)
         own = self._needs.get(request)
         if total is None or (own is not None and total.requests == 1):
             return True
@@ -153,7 +166,7 @@ class Overcommit:
 
     def room(self, arena: str, need: Need, memory_bytes: int, most: int) -> int:
         """How many more requests with this need can start, of ``most``; 1 in an empty arena."""
-        total = self._arenas.get(arena)
+        total = self._summed(arena)
         logs = total.logs if total is not None else NOTHING.logs
 
         def is_too_much(count: int) -> bool:
@@ -162,6 +175,14 @@ class Overcommit:
 
         count = bisect_left(range(1, most + 1), True, key=is_too_much)
         return max(count, min(most, int(total is None)))
+
+    def _summed(self, arena: str) -> ArenaNeed | None:
+        """The needs of an arena, with those that have changed since they were last read."""
+        total = self._arenas.get(arena)
+        if total is not None:
+            for request, forecast in list(total.changed.items()):
+                self.put(request, arena, forecast())
+        return self._arenas.get(arena)
 
     def _are_within(self, sums: Sequence[int], memory_bytes: int) -> bool:
         """Whether more than ``memory_bytes`` are needed with at most the risk, at each time."""

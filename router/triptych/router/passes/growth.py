@@ -1,6 +1,5 @@
 """Books memory for requests as they grow, and preempts the youngest ones if it runs short."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -79,10 +78,6 @@ class Growth:
     """Whether bookings follow forecasts; else every request has its bound booked."""
     short_bytes: int = 0
     """Bytes that the first request that asks lacks, with prefixes lent; 0: none does."""
-    _uncounted: dict[str, dict[str, Entry]] = field(
-        default_factory=lambda: defaultdict[str, dict[str, Entry]](dict[str, Entry])
-    )
-    """Requests of each arena whose need has changed since the needs of the arena were summed."""
     _asking: dict[str, Entry] = field(default_factory=dict[str, Entry])
     """Requests for which more is to be booked."""
     _exhausted: dict[str, float] = field(default_factory=dict[str, float])
@@ -137,7 +132,6 @@ class Growth:
             return False
         if not self.is_on:
             return True
-        self._sum_needs(arena)
         return self.overcommit.fits(entry.id, arena, self._need(entry), self._memory(arena))
 
     def startable(self, entry: Entry, arena: str, most: int) -> int:
@@ -146,7 +140,6 @@ class Growth:
             return 0
         if not self.is_on:
             return min(most, self.cluster.ledger.free(arena) // max(1, entry.sizes.peak))
-        self._sum_needs(arena)
         return self.overcommit.room(arena, self._need(entry), self._memory(arena), most)
 
     def _memory(self, arena: str) -> int:
@@ -525,7 +518,7 @@ class Growth:
         self._resize(entry, self.bookings.grown(booking, self._shared(entry)))
         if self.is_on:
             need = Need.constant(kept, self.overcommit.capacity_bytes)
-            self._put(entry, need)
+            self.overcommit.put(entry.id, entry.placement.final_arena, need)
 
     def resumed(self, entry: Entry) -> None:
         """A request goes on in a decode worker."""
@@ -547,39 +540,17 @@ class Growth:
         return self.bookings.need(booking, entry.sizes)
 
     def _count(self, entry: Entry) -> None:
-        """Count what a started request will need, once somebody wants to start beside it.
-
-        A request grows several times for each one that starts in its arena.
-        """
-        if not self.is_on:
-            return
-        arena = entry.placement.final_arena
-        if self.overcommit.arena_of(entry.id) == arena:
-            self._uncounted[arena][entry.id] = entry
-        else:
-            self._put(entry, self._need(entry))
-
-    def _sum_needs(self, arena: str) -> None:
-        """Bring the sum of the needs of an arena up to date."""
-        for entry in self._uncounted.pop(arena, {}).values():
-            self._put(entry, self._need(entry))
-
-    def _put(self, entry: Entry, need: Need) -> None:
-        self._drop(entry)
-        self.overcommit.put(entry.id, entry.placement.final_arena, need)
-
-    def _drop(self, entry: Entry) -> None:
-        arena = self.overcommit.arena_of(entry.id)
-        if arena in self._uncounted:
-            self._uncounted[arena].pop(entry.id, None)
-        self.overcommit.drop(entry.id)
+        """Count what a started request will need."""
+        if self.is_on:
+            arena = entry.placement.final_arena
+            self.overcommit.forecast(entry.id, arena, lambda: self._need(entry))
 
     def _forget(self, entry: Entry) -> None:
         self.lowering.forget(entry)
         self._asking.pop(entry.id, None)
         self._exhausted.pop(entry.id, None)
         self._coming.pop(entry.id, None)
-        self._drop(entry)
+        self.overcommit.drop(entry.id)
 
     @staticmethod
     def _lines(entry: Entry, sizes: RequestBytes) -> Lines:

@@ -117,7 +117,7 @@ def test_needs_are_summed_when_somebody_wants_to_start() -> None:
         ask(driver, name, tokens, 40)
     decode(driver, "c")
     driver.on(Finished(request="b", tokens=50), "D")
-    growth._sum_needs("")
+    growth.overcommit._summed("")
     at_once = Overcommit(0.1, growth.overcommit.capacity_bytes)
     for name in "ac":
         entry = driver.router._cluster.requests[name]
@@ -126,7 +126,7 @@ def test_needs_are_summed_when_somebody_wants_to_start() -> None:
         at_once.put(name, "", growth._need(entry))
     assert growth.overcommit._arenas == at_once._arenas
     assert growth.overcommit._needs == at_once._needs
-    assert not growth._uncounted
+    assert not growth.overcommit._arenas[""].changed
 
 
 def test_a_request_that_grows_costs_no_forecast_until_somebody_wants_to_start() -> None:

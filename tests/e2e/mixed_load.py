@@ -61,10 +61,10 @@ MAX_MB_PER_MINUTE = 1.0
 MIN_GOODPUT = 0.8
 LIMIT_OF_MEDIAN = 4.0
 POLITE_PART = 1 / 3
-"""Of the capacity. Their share is one half of what the server does beside the others, whose bodies
-take a fifth of two cores; a queue of tenants who send their whole share has no bound."""
+"""Of the capacity. Their share is one half of what the server does beside the others, which is less
+than the capacity; the queue of tenants who send their whole share has no bound."""
 AT_ONCE = 300
-"""Requests with which the others begin."""
+"""Requests with which the others begin: more than may wait (``router.max_queued_requests``)."""
 RETURNED_WITHIN_S = 120
 
 Body = dict[str, Any]

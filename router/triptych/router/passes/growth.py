@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from triptych.core.errors import StageLost
+from triptych.core.errors import Overloaded, StageLost
 from triptych.core.messages import (
     Evict,
     Evicted,
@@ -60,6 +60,7 @@ class Growth:
        it has booked beyond them is enough and no other one waits so.
     5. Else the youngest ones are evicted, those that wait with their pages first: their pages are
        freed, and they are computed again later.
+    6. If none can be evicted and all wait, the youngest one fails.
 
     Nobody is preempted or evicted while the one that asks still runs or has just paused.
 
@@ -353,8 +354,13 @@ class Growth:
             return
         self._looked[arena] = now
         short -= self._coming_to(arena)
-        if short > 0:
-            self._preempt_youngest(self._victims(entry), short, now, keeps_pages=keeps_pages)
+        if short <= 0:
+            return
+        victims = self._victims(entry)
+        if victims:
+            self._preempt_youngest(victims, short, now, keeps_pages=keeps_pages)
+        elif not self._goes_on(arena):
+            self._give_up_youngest(entry, now)
 
     def _preempt_youngest(
         self, victims: Sequence[Entry], short: int, now: float, *, keeps_pages: bool
@@ -364,9 +370,7 @@ class Growth:
         It waits only if no other one waits so already: else more and more memory would serve
         nobody. If all together do not free enough, they run on as long as any request does.
         """
-        first = next(iter(victims), None)
-        if first is None:
-            return
+        first = victims[0]
         may_keep = keeps_pages and all(one.state is State.DECODING for one in victims)
         if may_keep and self._unused(first) >= short:
             self._preempt(first)
@@ -378,6 +382,22 @@ class Growth:
             if short <= 0:
                 return
             short -= self._evict(victim, now)
+
+    def _give_up_youngest(self, entry: Entry, now: float) -> None:
+        """Fail the youngest request beside ``entry``, since none can be evicted and all wait.
+
+        Only workers that did not keep two requests within their bounds of low pages lead here.
+        """
+        running = self.cluster.requests.in_state(State.DECODING)
+        arena = entry.placement.final_arena
+        others = [one for one in running if one.placement.final_arena == arena and one is not entry]
+        if others:
+            self.cluster.counters["growth:gave_up"] += 1
+            error = Overloaded(
+                "memory ran out for an answer that is too long to be computed again: send it again "
+                "when there is less load, or raise pool.kv_cache_memory_bytes"
+            )
+            self.completion.fail(max(others, key=_age), error, now)
 
     def _victims(self, entry: Entry) -> list[Entry]:
         """Requests of the same arena that may be preempted for ``entry``, in this order.

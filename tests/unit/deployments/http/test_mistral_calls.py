@@ -4,6 +4,7 @@
 """Tool calls in the two formats of Mistral, both behind a special token and with short ids."""
 
 import re
+from contextlib import contextmanager
 
 import openai
 import pytest
@@ -18,6 +19,7 @@ from tests.unit.deployments.http.test_tool_parser import (
     compiled,
 )
 from triptych.deployments.http.openai.chat_template import ChatTemplate
+from triptych.deployments.http.openai.named_calls import calls_in
 from triptych.deployments.http.openai.tool_parser import (
     ToolFormat,
     call_parser,
@@ -42,16 +44,25 @@ TWO_CALLS = (
 )
 
 
-def test_calls_are_an_array_where_the_template_writes_so() -> None:
+ASKED = {"model": MODEL, "tools": [WEATHER, TIME], "max_tokens": 200}
+
+
+@contextmanager
+def served(template: str, form: ToolFormat):
+    """A client, the engine and the tokenizer of a server with a chat template."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = MISTRAL_TEMPLATE
-    assert ChatTemplate(tokenizer).tool_format is ToolFormat.ARRAY
+    tokenizer.chat_template = template
+    assert ChatTemplate(tokenizer).tool_format is form
     engine = make_engine(tokenizer)
-    engine.script = TWO_CALLS
     with serve_app(tokenizer, engine) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        asked = {"model": MODEL, "tools": [WEATHER, TIME], "max_tokens": 200}
-        choice = client.chat.completions.create(messages=QUESTION, **asked).choices[0]
+        yield client, engine, tokenizer
+
+
+def test_calls_are_an_array_where_the_template_writes_so() -> None:
+    with served(MISTRAL_TEMPLATE, ToolFormat.ARRAY) as (client, engine, tokenizer):
+        engine.script = TWO_CALLS
+        choice = client.chat.completions.create(messages=QUESTION, **ASKED).choices[0]
         assert choice.finish_reason == "tool_calls"
         calls = choice.message.tool_calls
         assert [call.function.name for call in calls] == ["weather", "time"]
@@ -63,7 +74,7 @@ def test_calls_are_an_array_where_the_template_writes_so() -> None:
             {"role": "assistant", "tool_calls": [foreign]},
             {"role": "tool", "tool_call_id": foreign["id"], "content": "rain"},
         ]
-        choice = client.chat.completions.create(messages=answered, **asked).choices[0]
+        choice = client.chat.completions.create(messages=answered, **ASKED).choices[0]
         assert (choice.message.content, choice.finish_reason) == ("It rains.", "stop")
         prompt = tokenizer.decode(engine.calls[-1][0].prompt)
         (call_id,) = set(re.findall('id": "([^"]*)"', prompt))
@@ -137,15 +148,10 @@ WITH_ID = '[TOOL_CALLS]weather[CALL_ID]abcdefgh1[ARGS]{"city": "Ulm"}'
 
 @pytest.mark.parametrize("ids", ["", IDS])
 def test_named_calls_where_the_template_writes_so(ids: str) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = NAMED_TEMPLATE.replace("CALL_ID", ids, 1)
-    assert ChatTemplate(tokenizer).tool_format is ToolFormat.NAMED
-    engine = make_engine(tokenizer)
-    engine.script = TWO
-    with serve_app(tokenizer, engine) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        asked = {"model": MODEL, "tools": [WEATHER, TIME], "max_tokens": 200}
-        choice = client.chat.completions.create(messages=QUESTION, **asked).choices[0]
+    template = NAMED_TEMPLATE.replace("CALL_ID", ids, 1)
+    with served(template, ToolFormat.NAMED) as (client, engine, tokenizer):
+        engine.script = TWO
+        choice = client.chat.completions.create(messages=QUESTION, **ASKED).choices[0]
         assert not engine.calls[-1][0].sampling.skip_special_tokens
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
         calls = choice.message.tool_calls
@@ -155,7 +161,7 @@ def test_named_calls_where_the_template_writes_so(ids: str) -> None:
         ]
         assert all(re.fullmatch("[0-9a-z]{9}", call.id) for call in calls)
         streamed = list[str]()
-        for event in client.chat.completions.create(messages=QUESTION, stream=True, **asked):
+        for event in client.chat.completions.create(messages=QUESTION, stream=True, **ASKED):
             for call in event.choices[0].delta.tool_calls or []:
                 streamed.append(call.function.name or "")
         assert streamed == ["weather", "time"]
@@ -165,7 +171,7 @@ def test_named_calls_where_the_template_writes_so(ids: str) -> None:
             choice.message.model_dump(exclude_none=True),
             *({"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in calls),
         ]
-        choice = client.chat.completions.create(messages=answered, **asked).choices[0]
+        choice = client.chat.completions.create(messages=answered, **ASKED).choices[0]
         assert (choice.message.content, choice.finish_reason) == ("It rains.", "stop")
         assert "[TOOL_CALLS]time" in tokenizer.decode(engine.calls[-1][0].prompt)
 
@@ -224,3 +230,8 @@ def test_named_calls_keep_to_the_parameters(fields, fits, does_not) -> None:
     made = compiled(body(**fields), ToolFormat.NAMED)
     assert all(accepts(made, text) for text in fits)
     assert not any(accepts(made, text) for text in does_not)
+
+
+def test_a_tag_in_the_text_of_a_template_hides_no_call() -> None:
+    text = f"Begin calls with [TOOL_CALLS], as in: {ONE}"
+    assert [name for name, _, _ in calls_in(text)] == ["weather"]

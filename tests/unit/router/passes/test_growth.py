@@ -336,3 +336,19 @@ def test_a_request_that_waits_with_its_pages_does_not_block_a_younger_one_for_ev
     assert (driver.state("old"), driver.state("young")) == ("waiting", "decoding")
     driver.router._cluster.ledger.capacity_bytes = driver.booked
     assert ask_in_vain(driver, "young") == [Send("D", Evict(request="old", number=1))]
+
+
+def test_if_none_can_be_evicted_and_all_wait_the_youngest_fails() -> None:
+    """Two that are too long to be computed again, and whose workers could not lower them."""
+    driver = short()
+    for name in ("old", "young"):
+        booking = driver.router._cluster.requests[name].booking
+        assert booking is not None
+        booking.may_evict = False
+    assert not failures(ask_in_vain(driver, "old"))  # the young one runs, and may end
+    ask_and_pause(driver, "young")
+    [failure] = failures(driver.tick(MAX_PAUSE_S))
+    assert (failure.request, failure.status) == ("young", 503)
+    assert "pool.kv_cache_memory_bytes" in failure.message
+    assert driver.count("growth:gave_up") == 1
+    assert driver.state("old") == "decoding"

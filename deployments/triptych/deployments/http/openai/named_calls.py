@@ -9,7 +9,7 @@ Source: mistral-common, ``InstructTokenizerV11`` and ``InstructTokenizerV13``
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from triptych.core.messages import FinishReason
@@ -24,13 +24,13 @@ _HEAD = re.compile(
 )
 
 
-def rules(bodies: list[tuple[str, str]], *, once: bool) -> list[str]:
+def rules(tools: Sequence[tuple[str, str]], *, once: bool) -> list[str]:
     """Rules ``calls``, at the beginning of an output, and ``free``, of any output.
 
-    ``bodies``: name and schema of each tool, in JSON.
+    ``tools``: name of each, and the schema of its parameters in JSON.
     """
     open_calls, call_id, args = (json.dumps(tag) for tag in (OPEN_CALLS, CALL_ID, ARGS))
-    named = [f"({name} id? {args} %json {schema})" for name, schema in bodies]
+    named = [f"({json.dumps(name)} id? {args} %json {schema})" for name, schema in tools]
     more = "" if once else " call*"
     return [
         f"calls: call{more}",
@@ -44,16 +44,16 @@ def rules(bodies: list[tuple[str, str]], *, once: bool) -> list[str]:
 
 
 def calls_in(text: str) -> list[NamedCall]:
-    """The calls of a whole text, each with arguments that are a JSON object.
+    """The complete calls of a text. A tag in the arguments of a call opens no other one.
 
     >>> calls_in('[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}[TOOL_CALLS]time[ARGS]{}')
     [('weather', '{"city": "Ulm"}', ''), ('time', '{}', '')]
     """
-    found, at = list[NamedCall](), text.find(OPEN_CALLS)
-    while at >= 0 and (call := _call_at(text, at)) is not None:
-        named, at = call
-        found.append(named)
-        at = text.find(OPEN_CALLS, at)
+    found, end = list[NamedCall](), 0
+    for tag in re.finditer(re.escape(OPEN_CALLS), text):
+        if tag.start() >= end and (call := _call_at(text, tag.start())) is not None:
+            named, end = call
+            found.append(named)
     return found
 
 

@@ -286,9 +286,7 @@ def _rules(body: ChatBody, schemas: Sequence[tuple[str, str]], form: ToolFormat)
     bodies = [f'({json.dumps(_head(name, form))} %json {schema} "}}")' for name, schema in schemas]
     match form:
         case ToolFormat.NAMED:
-            return named_calls.rules(
-                [(json.dumps(name), schema) for name, schema in schemas], once=once
-            )
+            return named_calls.rules(schemas, once=once)
         case ToolFormat.TAGS:
             return _tag_rules(bodies, once=once)
         case ToolFormat.OBJECT:

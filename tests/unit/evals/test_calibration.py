@@ -95,15 +95,21 @@ def test_an_estimate_of_a_network_holds_for_that_network_alone(
         assert "snapkv" in fidelity
 
 
-def test_all_methods_are_those_that_a_server_can_offer(tiny_model: Path) -> None:
+def test_all_methods_are_those_that_a_server_can_offer(
+    tiny_model: Path, found: CalibrationResult
+) -> None:
     facts = describe(tiny_model)
     without = offered_methods()
     assert "uniform:k4v4" in without
     assert {"leankv", "tova"} < set(without)
     assert not any(name.startswith("learned:") for name in without)
     config = AppConfig.from_mapping({"compressor": {"learned": networks_beside(tiny_model)}})
-    every = offered_methods(find_networks(config, facts))
+    networks = find_networks(config, facts)
+    every = offered_methods(networks)
     assert set(every) - set(without) == {"learned:merge", "learned:paper", "learned:score"}
+    for name in every:
+        one = replace(config.compressor, policy=name)
+        assert policy_of(one, found.profile, networks).name == name
 
 
 def test_an_unreachable_target_names_the_nearest_miss(plan: Calibration) -> None:

@@ -7,7 +7,7 @@ from triptych.core.config import CompressorConfig
 from triptych.core.config.stages import SEPARATOR, parts_of_name
 from triptych.core.errors import ConfigError
 from triptych.core.images import IMAGE, TEXT, Modality
-from triptych.core.layout import FORMATS
+from triptych.core.layout import FORMATS, page_format
 from triptych.core.methods.composition import PROVIDED, WITH_PROFILE, Method
 from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.modalities import by_modality
@@ -83,12 +83,13 @@ def offered_methods(learned: Sequence[LearnedFile] = ()) -> tuple[str, ...]:
     ``learned``: files of networks for the model; a method that needs another one is left out.
     """
     kinds = _networks_for(TEXT, learned).keys()
+    uniform = [f"uniform:{form}" for form in FORMATS if not page_format(form).codes_whole_pages]
     found = list[str]()
     for name in METHODS.builtin:
         method = METHODS.load(name)
         assert isinstance(method, Method)
         if all(part.network is None or part.network in kinds for part in method.parts):
-            found += [f"uniform:{form}" for form in FORMATS] if name == "uniform" else [name]
+            found += uniform if name == "uniform" else [name]
     return tuple(found)
 
 

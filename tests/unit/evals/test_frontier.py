@@ -119,6 +119,19 @@ def test_a_study_that_was_stopped_goes_on_and_other_studies_are_refused(
         run_frontier(prepared, torn, lambda _name: None)
 
 
+def test_records_that_kvpress_made_have_rows_behind_those_of_the_study(
+    prepared: PreparedFrontier, file: RecordFile, tmp_path: Path
+) -> None:
+    more = RecordFile(tmp_path / "more.jsonl")
+    more.path.write_bytes(file.path.read_bytes())
+    pruned = [one for one in file.probes() if one.method == "snapkv+keep=0.5"]
+    more.add(replace(one, method="kvpress:snapkv@0.5") for one in pruned)
+    ours, theirs = (row for row in rows_of(prepared, more)[3:5])
+    assert theirs == replace(ours, method="kvpress:snapkv@0.5", paper="SnapKV")
+    assert not theirs.served
+    assert paper_of("kvpress:keydiff@0.25") == ""
+
+
 def test_the_frontier_has_what_nothing_beats_in_both(
     prepared: PreparedFrontier, file: RecordFile, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from triptych.evals.methods.method_names import DEFAULT, FULL, SERVED, SIMULATED
 from triptych.evals.metrics.fidelity import Interval, Summary, bootstrap, summarize
 from triptych.evals.metrics.text_overlap import bleu, rouge_1, rouge_l
 
+KVPRESS = "kvpress:"
+"""Before the names of presses, which ``benchmarks/kvpress_frontier.py`` adds to the records."""
 PAPERS = {
     FULL: "",
     "mean_attention": "DiffKV's significance as a ranking",
@@ -88,7 +90,7 @@ def frontier_rows(prepared: PreparedFrontier, records: Sequence[ProbeRecord]) ->
     return [
         _row(name, group, found)
         for group in prepared.groups_of("texts")
-        for name in _names(prepared)
+        for name in _names(prepared, records)
         if (found := _of(records, name, group)) is not None
     ]
 
@@ -100,7 +102,7 @@ def overlap_rows(prepared: PreparedFrontier, records: Sequence[ProbeRecord]) -> 
         _overlap(name, group, full, found, vocabulary)
         for group in prepared.groups_of("answers")
         if (full := _of(records, FULL, group)) is not None
-        for name in _names(prepared)
+        for name in _names(prepared, records)
         if (found := _of(records, name, group)) is not None
     ]
 
@@ -109,7 +111,7 @@ def time_rows(prepared: PreparedFrontier, records: Iterable[TimeRecord]) -> list
     """Rows of the methods that were timed with one prompt at least."""
     known = list(records)
     rows = list[TimeRow]()
-    for name in _names(prepared):
+    for name in _names(prepared, known):
         found = {one.batch: one for one in known if one.method == name}
         if 1 in found:
             times = {batch: found[batch].compress_us for batch in sorted(found)}
@@ -135,22 +137,29 @@ def frontier_of(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
 
 def is_served(name: str) -> bool:
     """Whether a method of a study runs in the engines of the server."""
-    return name != FULL and not name.startswith(SIMULATED) and not is_baseline(name)
+    elsewhere = name == FULL or name.startswith((SIMULATED, KVPRESS))
+    return not elsewhere and not is_baseline(name)
 
 
 def paper_of(name: str) -> str:
     """The paper of a method, by its name in a study."""
-    kind = name.removeprefix(SERVED).partition("+")[0]
+    kind = name.removeprefix(SERVED).removeprefix(KVPRESS).partition("+")[0].partition("@")[0]
     if kind not in METHODS.builtin:  # such as ``uniform:k8v4``
         kind = kind.partition(":")[0]
     if kind in PAPERS:
         return PAPERS[kind]
+    if kind != DEFAULT and kind not in METHODS.builtin:  # a press that has no rule here
+        return ""
     method = METHODS.load("diffkv" if kind == DEFAULT else kind)
     return method.paper if isinstance(method, Method) else ""
 
 
-def _names(prepared: PreparedFrontier) -> list[str]:
-    return [FULL, *(method.name for method in prepared.methods)]
+def _names(
+    prepared: PreparedFrontier, records: Iterable[ProbeRecord | TimeRecord]
+) -> Iterable[str]:
+    """Methods of the study, and others that its file has, such as those of kvpress."""
+    of_study = [FULL, *(method.name for method in prepared.methods)]
+    return dict.fromkeys([*of_study, *(one.method for one in records)])
 
 
 def _of(records: Iterable[ProbeRecord], name: str, group: ProbeGroup) -> list[ProbeRecord] | None:

@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check all, then time decode attention.")
     parser.add_argument("--json", type=Path, help="write the rows here, after each row")
     parser.add_argument("--only", default="tests,attention,selection")
-    parser.add_argument("--formats", default="fp16,k8v8,k8v4,k4v2,k8v4+k4v2+fp16")
+    parser.add_argument("--formats", default="fp16,k8v8,k8v4,k4v2,diffkv")
     parser.add_argument("--key-orders", default="token,channel")
     parser.add_argument("--queries", default="bf16,fp32", help="types of queries")
     parser.add_argument("--batch", type=int, default=32)

@@ -2,30 +2,23 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from triptych.cli.output import console, make_table, notes, progress_bars, write_json
+from triptych.loadgen.report.host import host_info
 
 if TYPE_CHECKING:
     from triptych.kernels.codegen.aot import Compiled, Task
 
 app = typer.Typer(help="Check the GPU kernels.", no_args_is_help=True)
 
-COLUMNS = {
-    "kernel": "kernel",
-    "variant": "variant",
-    "target": "target",
-    "registers": "registers",
-    "spill B": "spill_bytes",
-    "shared B": "shared_bytes",
-    "I2F": "i2f",
-    "warps": "warps",
-    "stages": "stages",
-}
+COLUMNS = (
+    *("kernel", "variant", "target", "registers", "spill B", "shared B", "warps", "stages"),
+    *("load B", "instructions per token", "TB/s"),
+)
 
 
 @app.callback()
@@ -48,25 +41,36 @@ def check(
         Path | None, typer.Option("--json", help="Write the rows to this file.")
     ] = None,
 ) -> None:
-    """Compile all Triton kernels for several GPUs, and show registers, spills and shared memory.
+    """Compile all Triton kernels for several GPUs, and show registers, spills and instructions.
 
-    Needs no GPU. Triton caches the compiled kernels, so a second run is fast. Exit code 1 if a
-    kernel spills more registers to memory than it may.
+    Needs no GPU. Triton caches the compiled kernels, so a second run is fast. For loops over pages:
+    the narrowest load of a lane, the instructions of warps for each token of a KV head, and the
+    TB/s that the loop would read if every issue slot were used. Exit code 1 if a kernel exceeds a
+    limit on these, or spills more registers to memory than it may.
     """
     from triptych.kernels.codegen.aot import TARGETS, tasks
+    from triptych.kernels.codegen.gates import failed_gates
 
+    host = host_info()
     made = compile_with_progress(tasks(target or list(TARGETS), quick=quick), jobs)
-    rows = [asdict(row) for row in made]
     if json_file:
-        write_json({"rows": rows}, json_file)
-    console.print(
-        make_table(tuple(COLUMNS), [[row[at] for at in COLUMNS.values()] for row in rows])
-    )
-    spilled = [row for row in made if row.spill_bytes > row.spill_limit]
-    for row in spilled:
-        notes.print(f"{row.kernel} {row.variant} spills {row.spill_bytes} B on {row.target}")
-    if spilled:
+        write_json({"host": host, "rows": [row.as_json() for row in made]}, json_file)
+    console.print(make_table(COLUMNS, [_cells(row) for row in made]))
+    failed = list(failed_gates(made))
+    for sentence in failed:
+        notes.print(sentence, markup=False)
+    if failed:
         raise typer.Exit(1)
+
+
+def _cells(row: "Compiled") -> tuple[object, ...]:
+    over_pages = [one for one in row.passes if one.pages]
+    return (
+        *(row.kernel, row.variant, row.target, row.registers, row.spill_bytes, row.shared_bytes),
+        *(row.warps, row.stages, row.narrowest_load or "-"),
+        ", ".join(f"{one.pages} {one.per_token:.0f}" for one in over_pages),
+        ", ".join(f"{one.bytes_per_s(row.target) / 1e12:.1f}" for one in over_pages),
+    )
 
 
 def compile_with_progress(wanted: Sequence["Task"], jobs: int) -> list["Compiled"]:

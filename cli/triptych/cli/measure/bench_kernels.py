@@ -49,7 +49,7 @@ def bench_attention(
             help="Page formats, comma-separated; k8v4+fp16 mixes both in a request. Tokens that do "
             "not fill a page of kivi4, kivi2 or kvarn are in K8V8 pages."
         ),
-    ] = "fp16,k8v8,k8v4,k4v4,k4v2,k8v4+k4v2+fp16",
+    ] = "fp16,k8v8,k8v4,k4v4,k4v2,diffkv",
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,4,16",
     context: Annotated[
         str, typer.Option(help="Context lengths in tokens, comma-separated.")

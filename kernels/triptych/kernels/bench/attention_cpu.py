@@ -16,6 +16,7 @@ from triptych.core.layout import KeyOrder, PageLayout, default_page_bytes, page_
 from triptych.kernels.codec import move_tokens, store_tokens
 from triptych.kernels.decode import decode_attention
 from triptych.kernels.pages import Section
+from triptych.kernels.served_layouts import ServedLayouts, served_layouts
 
 READ_BYTES = 1 << 28
 """Larger than any cache."""
@@ -39,7 +40,8 @@ class Row:
 
     backend: str
     format: str
-    """A page format, or several joined by ``+``, each with an equal part of the tokens."""
+    """A page format, several joined by ``+``, each with an equal part of the tokens, or a
+    compression method."""
     batch: int
     """Number of requests; each has ``context`` tokens."""
     context: int
@@ -75,7 +77,7 @@ class Case:
 
 def run(
     backends: Sequence[str] = ("cpu",),
-    formats: Sequence[str] = ("fp16", "k8v8", "k8v4", "k4v4", "k4v2", "k8v4+k4v2+fp16"),
+    formats: Sequence[str] = ("fp16", "k8v8", "k8v4", "k4v4", "k4v2", "diffkv"),
     batches: Sequence[int] = (1, 4, 16),
     contexts: Sequence[int] = (512, 2048),
     *,
@@ -108,43 +110,79 @@ def build_case(
     """Store random tokens for each request of ``query`` [R, H, d], in pages in random order."""
     batch, device = len(query), query.device
     page_bytes = default_page_bytes(shape.head_dim)
-    layouts, counts = _parts(name, shape.head_dim, context, key_order)
-    widths = [layout.pages(count) for layout, count in zip(layouts, counts, strict=True)]
+    parts = list(_parts(name, shape.head_dim, context, key_order))
+    pages = sum(part.pool_pages for part in parts)
     head_rows = batch * shape.kv_heads
-    arena = torch.zeros(head_rows * sum(widths), page_bytes, dtype=torch.uint8, device=device)
+    arena = torch.zeros(head_rows * pages, page_bytes, dtype=torch.uint8, device=device)
     free = torch.randperm(len(arena), dtype=torch.int32, device=device)
     free = free.view(batch, shape.kv_heads, -1)
     sections: list[Section] = []
-    for layout, count, width in zip(layouts, counts, widths, strict=True):
-        table, free = free[..., :width], free[..., width:]
-        _fill(arena, layout, table, count)
-        tokens = torch.full((batch, shape.kv_heads), count, dtype=torch.int32, device=device)
-        sections.append(Section(layout, table, tokens))
-    read = sum(layout.read_bytes * count for layout, count in zip(layouts, counts, strict=True))
+    for part in parts:
+        taken, free = free[..., : part.pool_pages], free[..., part.pool_pages :]
+        table = part.ids_of(taken)
+        _fill(arena, part.layout, table, part.count)
+        tokens = torch.full((batch, shape.kv_heads), part.count, dtype=torch.int32, device=device)
+        entries = table.flip(-1).contiguous() if part.backward else table
+        sections.append(Section(part.layout, entries, tokens, part.backward))
+    read = sum(part.layout.read_bytes * part.count for part in parts)
     return Case(arena, sections, query, round(read * head_rows))
 
 
-def _parts(
-    name: str, head_dim: int, context: int, key_order: KeyOrder
-) -> tuple[list[PageLayout], list[int]]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The pages of one layout of a request."""
+
+    layout: PageLayout
+    count: int
+    """Tokens in them."""
+    backward: bool = False
+    """Whether a row's pages are entered backward."""
+
+    @property
+    def pool_pages(self) -> int:
+        return self.layout.pool_pages(self.layout.pages(self.count))
+
+    def ids_of(self, pages: Tensor) -> Tensor:
+        """Ids of the pages of this layout in pages of the arena, [R, KH, M]."""
+        places = torch.arange(self.layout.parts, dtype=torch.int32, device=pages.device)
+        ids = (pages[..., None] * self.layout.parts + places).flatten(-2)
+        return ids[..., : self.layout.pages(self.count)].contiguous()
+
+
+def _parts(name: str, head_dim: int, context: int, key_order: KeyOrder) -> Iterator[_Part]:
     """Layouts and tokens of the sections of a request.
 
     Tokens that do not fill a page of a format whose pages are encoded whole are in K8V8 pages, as
-    recent tokens are.
+    recent tokens are. A method has those sections that engines read, and as many recent tokens as a
+    request in the middle of an answer.
     """
+    if name in served_layouts(head_dim):
+        yield from _parts_of(served_layouts(head_dim)[name], context, key_order)
+        return
     names, page_bytes = name.split("+"), default_page_bytes(head_dim)
-    counts = [context // len(names)] * len(names)
-    counts[-1] += context - sum(counts)
     layouts = [PageLayout(page_format(part), head_dim, page_bytes, key_order) for part in names]
-    rest = 0
-    for index, layout in enumerate(layouts):
-        if layout.format.codes_whole_pages:
-            rest += counts[index] % layout.tokens
-            counts[index] -= counts[index] % layout.tokens
-    if rest:
-        layouts.append(replace(layouts[0], format=page_format("k8v8")))
-        counts.append(rest)
-    return layouts, counts
+    share, left = context // len(names), context
+    for layout in layouts:
+        count = left if layout is layouts[-1] else share
+        count -= count % layout.tokens if layout.format.codes_whole_pages else 0
+        left -= count
+        yield _Part(layout, count)
+    if left:
+        yield _Part(replace(layouts[0], format=page_format("k8v8")), left)
+
+
+def _parts_of(served: ServedLayouts, context: int, key_order: KeyOrder) -> Iterator[_Part]:
+    (first, back), *others = served.sections
+    if not others:
+        yield _Part(first, context, back)
+        return
+    plan, counts = served.plan, list[int]()
+    for layout, _ in others:
+        count = max(0, context - plan.full_recent_tokens) // len(others)
+        counts.append(count - (count % layout.tokens if layout.format.codes_whole_pages else 0))
+    yield _Part(first, context - sum(counts), back)
+    for (layout, backward), count in zip(others, counts, strict=True):
+        yield _Part(replace(layout, key_order=key_order), count, backward)
 
 
 def _fill(arena: Tensor, layout: PageLayout, table: Tensor, count: int) -> None:

@@ -53,7 +53,7 @@ class GpuRow:
 
 
 def run(
-    formats: Sequence[str] = ("fp16", "k8v8", "k8v4", "k4v2", "k8v4+k4v2+fp16"),
+    formats: Sequence[str] = ("fp16", "k8v8", "k8v4", "k4v2", "diffkv"),
     key_orders: Sequence[KeyOrder] = ("token", "channel"),
     queries: Sequence[str] = ("bf16", "fp32"),
     *,

@@ -2,8 +2,8 @@
 # Triton's compiler is not typed.
 """Ahead-of-time compilation of all Triton kernels, for GPUs that need not be present.
 
-It finds kernels that do not compile for a target, register spills, and slow conversions of
-integers.
+It finds kernels that do not compile for a target, register spills, and what loops issue for each
+token that they read.
 """
 
 import re
@@ -11,19 +11,21 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
 from triptych.core.errors import ConfigError, TriptychError
+from triptych.kernels.codegen.machine_code import Loop, loops_of
 from triptych.kernels.codegen.variants import all_variants, usual_variants
 from triptych.kernels.triton.launch import Launch, is_interpreted, planned_for
+from triptych.kernels.triton.triton_layout import Form
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -33,6 +35,15 @@ TARGETS = {
 }
 
 
+ISSUED_PER_S = {
+    "sm_80": 108 * 4 * 1.41e9,
+    "sm_90": 132 * 4 * 1.7e9,
+    "sm_100": 148 * 4 * 1.85e9,
+}
+"""Most instructions of warps that a GPU issues in a second: multiprocessors of an A100, H100 and
+B200, four schedulers in each, and the clock under load."""
+
+
 class Task(NamedTuple):
     """One kernel to compile, by name, since kernels cannot be pickled."""
 
@@ -40,6 +51,39 @@ class Task(NamedTuple):
     variant: str
     """Formats, head size and other parameters of the specialisation."""
     target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass of an innermost loop of a block of a kernel."""
+
+    loop: Loop
+    """In each warp."""
+    warps: int
+    pages: str = ""
+    """Format of the pages that it reads; empty: it reads none, or compilers cut the loops otherwise
+    than the kernel has them."""
+    tokens: int = 0
+    """Tokens of a KV head that a block reads in a pass."""
+
+    @property
+    def per_token(self) -> float | None:
+        """Instructions of warps for each token of a KV head."""
+        return None if not self.tokens else self.loop.instructions * self.warps / self.tokens
+
+    def bytes_per_s(self, target: str) -> float:
+        """Bytes that the loop would load in a second if every issue slot of a GPU were used."""
+        return ISSUED_PER_S[target] * self.loop.loaded_bytes / self.loop.instructions
+
+    def as_json(self, target: str) -> dict[str, object]:
+        rate = round(self.bytes_per_s(target) / 1e12, 2)
+        return {
+            **asdict(self.loop),
+            "pages": self.pages,
+            "tokens": self.tokens,
+            "instructions_per_token": self.per_token and round(self.per_token, 1),
+            "tb_per_s_if_all_slots_issue": rate,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +101,20 @@ class Compiled:
     """How many may spill."""
     shared_bytes: int
     """Shared memory of a block."""
-    i2f: int | None
-    """Conversions of integers to floats in the machine code; None for AMD."""
     warps: int
     stages: int
+    passes: tuple[Pass, ...]
+    """Innermost loops, in the order of the code; empty for AMD."""
+
+    @property
+    def narrowest_load(self) -> int | None:
+        """Bytes of a lane of the narrowest load in a loop; None without such loads."""
+        found = (one.loop.narrowest_load for one in self.passes)
+        return min((width for width in found if width is not None), default=None)
+
+    def as_json(self) -> dict[str, object]:
+        passes = [one.as_json(self.target) for one in self.passes]
+        return {**asdict(self), "narrowest_load": self.narrowest_load, "passes": passes}
 
 
 def tasks(targets: Sequence[str], *, quick: bool = False) -> list[Task]:
@@ -110,42 +164,56 @@ def compile_launch(launch: Launch, task: Task) -> Compiled:
         made = triton.compile(launch.source(), target=machine, options=options)
     except (TritonError, RuntimeError) as error:
         raise TriptychError(f"{' '.join(task)} does not compile: {error}") from error
-    is_nvidia = machine.backend == "cuda"
-    use = _read_cubin(made.asm["cubin"]) if is_nvidia else _read_amd(made.asm["amdgcn"])
+    if machine.backend == "cuda":
+        registers, spilled, loops = _read_cubin(made.asm["cubin"])
+    else:
+        registers, spilled, loops = *_read_amd(made.asm["amdgcn"]), list[Loop]()
+    found = _pages_of_passes(launch)
+    known = found if len(found) == len(loops) else [("", 0)] * len(loops)
+    pairs = zip(loops, known, strict=True)
     return Compiled(
         *task,
-        registers=use[0],
-        spill_bytes=use[1],
+        registers=registers,
+        spill_bytes=spilled,
         spill_limit=launch.spill_bytes,
         shared_bytes=int(made.metadata.shared),
-        i2f=use[2],
         warps=launch.warps,
         stages=launch.stages,
+        passes=tuple(Pass(loop, launch.warps, *pages) for loop, pages in pairs),
     )
 
 
-def _read_cubin(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, stack bytes (all spilled, as kernels have no arrays), conversions of integers."""
+def _pages_of_passes(launch: Launch) -> list[tuple[str, int]]:
+    """Format and tokens of each loop over pages: decode attention has one for each section."""
+    if launch.name != "attend_sections":
+        return []
+    constants = cast("dict[str, Any]", launch.constants)
+    forms = cast("Sequence[Form]", constants["FORMS"])
+    return [(form.name, constants["TILE"] if form.by_tile else form.tokens) for form in forms]
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int, list[Loop]]:
+    """Registers, stack bytes (all spilled, as kernels have no arrays), innermost loops."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _output(str(tools / "cuobjdump"), "--dump-resource-usage", file.name)
-        code = _output(str(tools / "nvdisasm"), file.name)
+        code = _output(str(tools / "nvdisasm"), "-c", file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise TriptychError(f"cuobjdump names no registers: {usage[-200:]!r}")
-    return int(found[1]), int(found[2]), len(re.findall(r"\bI2F", code))
+    return int(found[1]), int(found[2]), loops_of(code)
 
 
 def _output(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _read_amd(assembly: str) -> tuple[int, int, None]:
+def _read_amd(assembly: str) -> tuple[int, int]:
     """Registers and bytes of spilled vector registers, from the metadata of the assembly."""
     registers = re.search(r"\.vgpr_count:\s*(\d+)", assembly)
     spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly)
     if registers is None or spilled is None:
         raise TriptychError("the assembly of an AMD kernel names no registers")
-    return int(registers[1]), 4 * int(spilled[1]), None
+    return int(registers[1]), 4 * int(spilled[1])

@@ -1,11 +1,11 @@
-"""Variants of all Triton kernels to compile: formats, head sizes, groups, types and options.
+"""Variants of all Triton kernels to compile: layouts, head sizes, groups, types and options.
 
-The variants are the launches that the ops plan for tensors on the meta device, so that the compiled
-kernels are those that run.
+The variants are the launches that the ops plan for tensors on the meta device, with the layouts
+that engines use for each method (``served_layouts``), so that the compiled kernels are those that
+run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -26,20 +26,14 @@ from triptych.kernels.pointwise import gpu as pointwise
 from triptych.kernels.prefill import gpu as prefill
 from triptych.kernels.select import KINDS, Rule, Summaries, tile_bytes
 from triptych.kernels.select import gpu as select
+from triptych.kernels.served_layouts import ServedLayouts, served_layouts
 from triptych.kernels.triton.launch import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
-MIXES = (("k8v4", "k4v2", "fp16"), ("k8v8", "k4v4"))
-"""Formats of the sections of one request, in all kinds of calls."""
-OTHER_MIXES = (("k4v8", "k8v2", "fp8"), ("k2v4", "k4v1"), ("kivi4", "kvarn"), ("kivi2", "k8v8"))
-"""The same, in calls of few kinds. Each format is in one of the mixes."""
-WHOLE = tuple(name for name, form in FORMATS.items() if form.codes_whole_pages)
-ALONE = tuple(name for name in FORMATS if name not in WHOLE)
-CONVERSIONS = (
-    *product(("fp16", "k8v8", "k8v4", "k4v4", "k4v2"), repeat=2),
-    *product(("fp16", "k8v8"), ("k4v8", "k8v2", "k2v4", "k4v1", "fp8")),
-)
-"""Source and target of moves of single tokens."""
+MOVED_DIMS = (64, 128)
+"""Head sizes of moves between all pairs of layouts, which are many."""
+MAIN = "diffkv"
+"""The method whose calls are compiled in all kinds; its requests have pages of four tables."""
 PASTS = (None, "fp16", "k8v4", "k4v2")
 """Formats of past pages of a prompt; None: no past."""
 
@@ -88,9 +82,9 @@ def _unused(made: Mapping[tuple[str, str], Launch], kernel: str, variant: str) -
 
 
 USUAL_VARIANTS = {
-    "attend_sections": "k8v4+k4v2+fp16 d128 g4 bf16 listed",
-    "merge_runs": "k8v4+k4v2+fp16 d128 g4 bf16",
-    "score_run": "k8v4 d128 g4 bf16",
+    "attend_sections": "diffkv d128 g4 bf16 listed",
+    "merge_runs": "diffkv d128 g4 bf16",
+    "score_run": "diffkv d128 g4 bf16",
     "record_rows": "any",
     "score_spans": "moments d128 g4 bf16",
     "choose_pages": "moments d128 g4 bf16 means short",
@@ -100,11 +94,11 @@ USUAL_VARIANTS = {
     "store_slots": "k8v4 d128 bf16",
     "append_slots": "k8v4 d128 bf16",
     "load_slots": "k8v4 d128",
-    "transcode_slots": "fp16>k8v4 d128",
-    "move_slots": "k8v4>k4v2 d128",
-    "encode_pages": "fp16>kvarn d128",
+    "transcode_slots": "fp16 d128>k8v4 d128",
+    "move_slots": "k8v4 d128>k4v2 d128",
+    "encode_pages": "fp16 d128>kvarn d128",
     "classify": "any",
-    "retire_tokens": "k8v4+k4v2 d128",
+    "retire_tokens": "diffkv d128",
     "norm_rows": "sum 4096 bf16",
     "rotate_pairs": "d128 g4 bf16",
     "gate_rows": "bf16",
@@ -115,81 +109,80 @@ USUAL_VARIANTS = {
 """The variant of each kernel that tests compile: a usual one that needs many registers."""
 
 
+LIMITED_VARIANTS = tuple(
+    ("attend_sections", f"{method} d128 g4 bf16")
+    for method in (MAIN, "uniform:k4v2", "uniform:fp16")
+)
+"""Variants whose instructions are limited (``gates``)."""
+
+
 def usual_variants() -> dict[tuple[str, str], Launch]:
-    """One variant of each kernel, those of ``USUAL_VARIANTS``."""
+    """One variant of each kernel, those of ``USUAL_VARIANTS``, and those that are limited."""
     made = all_variants()
-    return {name: made[name] for name in USUAL_VARIANTS.items()}
+    return {name: made[name] for name in (*USUAL_VARIANTS.items(), *LIMITED_VARIANTS)}
 
 
 def _decode() -> Iterator[Planned]:
-    """Decode attention over all pages, and over page lists."""
-    listed = PageLists(_meta(4, 8, 900), _meta(4, 8), _meta(4))
+    """Decode attention over all pages of each method, and over page lists."""
     kinds = (USUAL, Kind(group=1), Kind(group=32), EXACT, RICH)
-    wanted = chain(
-        product(HEAD_DIMS, MIXES, kinds, (None,)),
-        product(HEAD_DIMS, OTHER_MIXES, (USUAL, EXACT), (None,)),
-        product(HEAD_DIMS, MIXES[:1], kinds, (listed,)),
-    )
-    for dim, mix, kind, page_lists in wanted:
-        query, cache = _query(dim, kind), [_section(name, dim, kind) for name in mix]
-        out, lse = query.float(), _meta(4, 8 * kind.group, dtype=torch.float32)
-        yield (
-            f"{'+'.join(mix)} d{dim} {kind}{' listed' if page_lists else ''}",
-            decode.plan(
-                query, _arena(dim), cache, _meta(4), 0.1, kind.window, kind.softcap, _meta(4),
-                lse, page_lists, out,
-            ),
-        )  # fmt: skip
-    for dim, name in product(HEAD_DIMS, ("k8v4", "k4v4")):
-        query, plain = _query(dim, USUAL), _section(name, dim, USUAL)
-        biased = replace(plain, layout=replace(plain.layout, has_bias=True))
-        yield (
-            f"{name} biased d{dim} {USUAL}",
-            decode.plan(
-                query, _arena(dim), [biased, _section("k8v8", dim, USUAL)], _meta(4), 0.1, 0, 0.0,
-                _meta(4), _meta(4, 32, dtype=torch.float32), None, query.float(),
-            ),
-        )  # fmt: skip
+    for dim in HEAD_DIMS:
+        for served in served_layouts(dim).values():
+            for kind in kinds if served.method == MAIN else (USUAL, EXACT):
+                yield f"{served.method} d{dim} {kind}", _attention(served, kind)
+        main = served_layouts(dim)[MAIN]
+        listed = PageLists(_meta(4, 8, 900), _meta(4, 8), _meta(4))
+        for kind in kinds:
+            yield f"{MAIN} d{dim} {kind} listed", _attention(main, kind, listed)
+
+
+def _attention(
+    served: ServedLayouts, kind: Kind, page_lists: PageLists | None = None
+) -> Sequence[Launch]:
+    query = _query(served.plan.geometry.head_dim, kind)
+    lse = _meta(4, 8 * kind.group, dtype=torch.float32)
+    return decode.plan(
+        query, _arena_of(served), _sections(served, kind), _meta(4), 0.1, kind.window,
+        kind.softcap, _meta(4), lse, page_lists, query.float(),
+    )  # fmt: skip
 
 
 def _scores() -> Iterator[Planned]:
-    wanted = chain(
-        product(HEAD_DIMS, ALONE, (USUAL,)),
-        product(HEAD_DIMS, ("k8v4", "k4v2"), (Kind(group=32), EXACT, RICH)),
-    )
-    for dim, name, kind in wanted:
-        lse = _meta(4, 8 * kind.group, dtype=torch.float32)
-        cache, arena = [_section(name, dim, kind)], _arena(dim)
-        for mirror in (None, arena):
-            yield (
-                f"{name} d{dim} {kind}{'' if mirror is None else ' mirror'}",
-                decode.plan_scores(
-                    _query(dim, kind), arena, cache, _meta(4), lse, 0.1, kind.window,
-                    kind.softcap, _meta(4), 1.0, mirror,
-                ),
-            )  # fmt: skip
+    """Scores of tokens, which decode writes into each table that has some."""
+    for dim in HEAD_DIMS:
+        for served in served_layouts(dim).values():
+            kinds = (USUAL, Kind(group=32), EXACT, RICH) if served.method == MAIN else (USUAL,)
+            for kind, mirrored in product(kinds, (False, True)):
+                lse, arena = _meta(4, 8 * kind.group, dtype=torch.float32), _arena_of(served)
+                yield (
+                    f"{served.method} d{dim} {kind}{' mirror' if mirrored else ''}",
+                    decode.plan_scores(
+                        _query(dim, kind), arena, _sections(served, kind), _meta(4), lse, 0.1,
+                        kind.window, kind.softcap, _meta(4), 1.0, arena if mirrored else None,
+                    ),
+                )  # fmt: skip
     progress = _meta(4, dtype=torch.int64)
     yield "any", [decode.plan_record(progress, _meta(4), _meta(4), 3, 32)]
 
 
 def _select() -> Iterator[Planned]:
-    """Page selection in rows of three sections, the last without summaries, short and long."""
+    """Page selection in rows of pages of all classes, short and long; recent pages have no
+    summaries."""
     adaptive = Rule.of(0.3, omitted_mass=0.1)
     wanted = chain(
         product(HEAD_DIMS, KINDS, (USUAL, Kind(group=1)), (Rule.of(0.3),), (16, 300)),
         product((64, 128), ("moments",), (USUAL, Kind(group=32), EXACT), (adaptive,), (16, 300)),
     )
     for dim, how, kind, rule, width in wanted:
-        cache = [_section(name, dim, kind, width) for name in MIXES[0]]
+        cache = _sections(served_layouts(dim)[MAIN], kind, width)
         memory = _meta(4, 8, -(-width // 16), tile_bytes(how, dim), dtype=torch.uint8)
         known = Summaries(how, memory, dim)
-        page_lists = PageLists(_meta(4, 8, 3 * width), _meta(4, 8), _meta(4))
+        page_lists = PageLists(_meta(4, 8, len(cache) * width), _meta(4, 8), _meta(4))
         means = " means" if rule.omitted_mass else ""
         yield (
             f"{how} d{dim} {kind}{means}{' short' if width < 100 else ''}",
             select.plan(
-                _query(dim, kind), cache, [known, known, None], _meta(4), _meta(4), rule,
-                page_lists, 0.1, _meta(8, BUDGET_STEPS + 1),
+                _query(dim, kind), cache, [None, *[known] * (len(cache) - 1)], _meta(4), _meta(4),
+                rule, page_lists, 0.1, _meta(8, BUDGET_STEPS + 1),
             ),
         )  # fmt: skip
 
@@ -206,7 +199,8 @@ def _prefill() -> Iterator[Planned]:
         sinks = _meta(8 * kind.group, dtype=torch.float32) if kind is RICH else None
         past = None
         if name is not None:
-            past = Past(_arena(dim), _layout(name, dim), _meta(2, 8, 300), _meta(2, 8))
+            layout = PageLayout(FORMATS[name], dim, default_page_bytes(dim), "token")
+            past = Past(_arena(dim), layout, _meta(2, 8, 300), _meta(2, 8))
         yield (
             f"{f'past {name}' if name else 'alone'} d{dim} {kind}",
             prefill.plan(
@@ -227,45 +221,55 @@ def _prefill() -> Iterator[Planned]:
 
 
 def _codec() -> Iterator[Planned]:
-    """Stores, loads, and all conversions between two formats."""
-    for dim, name in product(HEAD_DIMS, ALONE):
-        layout, arena = _layout(name, dim), _arena(dim)
-        slots, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
-        section, three = _section(name, dim, USUAL), (_meta(4), _meta(4), _meta(4))
-        for dtype in (torch.bfloat16, torch.float32, torch.float16)[: 3 if dim == 128 else 1]:
-            given = _meta(100, 8, dim, dtype=dtype)
-            new, variant = given[:4], f"{name} d{dim} {_short(dtype)}"
-            yield variant, codec.plan_store(arena, layout, given, given, *slots, scores)
-            yield variant, codec.plan_append(arena, section, new, new, *three)
-            yield f"{variant} mirror", codec.plan_append(arena, section, new, new, *three, arena)
-        out = _meta(7, 50, dim, dtype=torch.float32)
-        table = _meta(7, 9), _meta(7)
-        yield f"{name} d{dim}", codec.plan_load(arena, layout, *table, out, out, _meta(7, 50))
-    for dim, name in product(HEAD_DIMS, WHOLE):
-        old, new = _section("fp16", dim, USUAL), _section(name, dim, USUAL)
-        moves = _meta(4), _meta(4, 8, new.layout.tokens), _meta(4, 8, new.layout.tokens)
-        yield f"fp16>{name} d{dim}", codec.plan_moves(_arena(dim), old, new, *moves)
-        out = _meta(7, 50, dim, dtype=torch.float32)
-        table = _meta(7, 9), _meta(7)
-        loads = codec.plan_load(_arena(dim), new.layout, *table, out, out, _meta(7, 50))
-        yield f"{name} d{dim}", loads
-    for source, target in CONVERSIONS:
-        layouts, slots = (_layout(source, 128), _layout(target, 128)), [_meta(100)] * 4
-        yield f"{source}>{target} d128", codec.plan_transcode(_arena(128), *layouts, *slots)
-        old, new = _section(source, 128, USUAL), _section(target, 128, RICH)
-        moves = _meta(4), _meta(4, 8, 16), _meta(4, 8, 16)
-        yield f"{source}>{target} d128", codec.plan_moves(_arena(128), old, new, *moves)
+    """Stores and loads of each layout, and what engines move and copy between two."""
+    for dim in HEAD_DIMS:
+        served = served_layouts(dim).values()
+        layouts = dict.fromkeys(layout for one in served for layout, _ in one.sections)
+        for layout in layouts:
+            yield from _stores(layout)
+            out = _meta(7, 50, dim, dtype=torch.float32)
+            table = _meta(7, 9), _meta(7)
+            yield (
+                _named(layout),
+                codec.plan_load(_pages(layout), layout, *table, out, out, _meta(7, 50)),
+            )
+    for dim in MOVED_DIMS:
+        served = served_layouts(dim).values()
+        for source, target in dict.fromkeys(pair for one in served for pair in one.moves):
+            old, new = _section(source), _section(target, RICH)
+            moves = _meta(4), _meta(4, 8, new.layout.tokens), _meta(4, 8, new.layout.tokens)
+            name = f"{_named(source)}>{_named(target)}"
+            yield name, codec.plan_moves(_pages(source), old, new, *moves)
+        for source, target in dict.fromkeys(pair for one in served for pair in one.copies):
+            slots, name = [_meta(100)] * 4, f"{_named(source)}>{_named(target)}"
+            yield name, codec.plan_transcode(_pages(source), source, target, *slots)
+
+
+def _stores(layout: PageLayout) -> Iterator[Planned]:
+    """What writes single tokens to a layout; formats that are encoded whole have no such calls."""
+    if layout.format.codes_whole_pages:
+        return
+    slots, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()
+    three, arena, dim = (_meta(4), _meta(4), _meta(4)), _pages(layout), layout.head_dim
+    for dtype in (torch.bfloat16, torch.float32, torch.float16)[: 3 if dim == 128 else 1]:
+        given = _meta(100, 8, dim, dtype=dtype)
+        new, name = given[:4], f"{_named(layout)} {_short(dtype)}"
+        yield name, codec.plan_store(arena, layout, given, given, *slots, scores)
+        yield name, codec.plan_append(arena, _section(layout), new, new, *three)
+        yield f"{name} mirror", codec.plan_append(arena, _section(layout), new, new, *three, arena)
 
 
 def _compact() -> Iterator[Planned]:
     scores, limits = _meta(7, 500).float(), _meta(7).float()
     outputs = _meta(7, 500, dtype=torch.uint8), _meta(7, 500), _meta(7, 2)
     yield "any", compact.plan(scores, _meta(7), limits, limits, 4, 64, *outputs)
-    for dim, names in product(HEAD_DIMS, (("k8v4", "k4v2"), ("k8v4",))):
+    for dim, method in product(HEAD_DIMS, (MAIN, "uniform:k8v4")):
         row, found = _meta(4), Retirement(_meta(4, 8, Retirement.width(20)))
-        high, low, *_ = *(_section(name, dim, USUAL) for name in names), None
-        made = compact.plan_rows(_arena(dim), high, low, row, row, row, (1.0, 0.3), found)
-        yield f"{'+'.join(names)} d{dim}", made
+        served = served_layouts(dim)[method]
+        high, low, *_ = *(_section(layout) for layout in served.plan.classes), None
+        arena = _arena_of(served)
+        made = compact.plan_rows(arena, high, low, row, row, row, (1.0, 0.3), found)
+        yield f"{method} d{dim}", made
 
 
 def _pointwise() -> Iterator[Planned]:
@@ -314,13 +318,30 @@ def _arena(dim: int) -> Tensor:
     return _meta(1000, default_page_bytes(dim), dtype=torch.uint8)
 
 
-def _layout(name: str, dim: int) -> PageLayout:
-    return PageLayout(FORMATS[name], dim, default_page_bytes(dim), "token")
+def _arena_of(served: ServedLayouts) -> Tensor:
+    return _pages(served.plan.high)
 
 
-def _section(name: str, dim: int, kind: Kind, width: int = 300) -> Section:
-    """A section of 4 slots; ``backward`` if ``kind`` has a window."""
-    return Section(_layout(name, dim), _meta(4, 8, width), _meta(4, 8), kind.window > 0)
+def _pages(layout: PageLayout) -> Tensor:
+    return _meta(1000, layout.page_bytes, dtype=torch.uint8)
+
+
+def _sections(served: ServedLayouts, kind: Kind, width: int = 300) -> list[Section]:
+    """The sections of a method; pages of the window come last first if ``kind`` has one."""
+    return [_section(layout, kind, width, backward=back) for layout, back in served.sections]
+
+
+def _section(
+    layout: PageLayout, kind: Kind = USUAL, width: int = 300, *, backward: bool = False
+) -> Section:
+    """A section of 4 slots."""
+    return Section(layout, _meta(4, 8, width), _meta(4, 8), backward or kind.window > 0)
+
+
+def _named(layout: PageLayout) -> str:
+    """Format and head size of a layout, and what else tells it from others."""
+    small, biased = " small" * (layout.parts > 1), " biased" * layout.has_bias
+    return f"{layout.format.name}{small}{biased} d{layout.head_dim}"
 
 
 def _short(dtype: torch.dtype) -> str:

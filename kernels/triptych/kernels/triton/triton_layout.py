@@ -68,6 +68,18 @@ class Form:
     has_asm: bool
     """Whether kernels may use the assembly of NVIDIA's GPUs."""
 
+    @property
+    def name(self) -> str:
+        """The page format, as far as codes show it, and whether pages are small.
+
+        Not a field, since compilers put those into symbols.
+        """
+        bits = f"k{self.key_bits}v{self.value_bits}"
+        kinds = {"fp8": self.is_float, "kvarn": self.is_balanced, "kivi": self.by_channel}
+        plain = "fp16" if self.key_bits == 16 else bits
+        name = next((kind for kind, holds in kinds.items() if holds), plain)
+        return f"{name} small" if self.parts > 1 else name
+
     def __repr__(self) -> str:
         """A name that is a valid identifier, since compilers put it into symbols."""
         return "form_" + "_".join(str(int(getattr(self, item.name))) for item in fields(self))

@@ -41,6 +41,14 @@ def test_every_kernel_compiles_without_spills(
     }
     assert all(row["spill_bytes"] <= row["spill_limit"] and row["registers"] for row in rows)
     assert {row["kernel"] for row in rows if row["spill_limit"]} == {"attend_sections"}
+    limited = {
+        row["variant"]: [one["pages"] for one in row["passes"]]
+        for row in rows
+        if (row["kernel"], row["target"]) == ("attend_sections", "sm_90")
+    }
+    assert limited["diffkv d128 g4 bf16"] == ["k8v8 small", "k8v4", "k4v2", "k8v4"]
+    assert limited["uniform:k4v2 d128 g4 bf16"] == ["k8v8 small", "k4v2", "k4v2"]
+    assert limited["uniform:fp16 d128 g4 bf16"] == ["fp16"]
     assert "attend_sections" in capsys.readouterr().out
 
 

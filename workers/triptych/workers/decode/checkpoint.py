@@ -24,10 +24,11 @@ from triptych.core.errors import MessageError, StaleHandle
 from triptych.core.handles import LeaseId
 from triptych.core.messages import TokenLogprob
 from triptych.core.pages import PagePlan
+from triptych.core.table_layouts import TableLayouts
 from triptych.kernels import Retirement
 from triptych.workers.kv.block_table import SectionTable
 from triptych.workers.kv.handle_codec import Run, pool_pages, small_pages
-from triptych.workers.kv.method_tables import MethodTables, TableLayouts, WorkerTables
+from triptych.workers.kv.method_tables import MethodTables, WorkerTables
 
 Ids = NDArray[np.int32]
 

@@ -5,20 +5,19 @@ share the tables of the formats that they have in common, so a step reads reques
 methods in one call, out of one pool.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.layout import PageLayout
 from triptych.core.pages import PagePlan
+from triptych.core.table_layouts import TableLayouts
 from triptych.workers.kv.block_table import PageTable, SectionTable
 
 Ids = NDArray[np.int32]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,35 +43,6 @@ class MethodTables:
     def sections(self) -> list[SectionTable]:
         """All tables that attention reads for a slot of this method: ``tables``, then ``fixed``."""
         return self.tables if self.fixed is None else [*self.tables, self.fixed]
-
-
-@dataclass(frozen=True)
-class TableLayouts:
-    """The layouts of all tables of a worker, for all methods that its server offers."""
-
-    recent: tuple[PageLayout, ...]
-    """Pages of new tokens: recent ones, then raw ones, as far as there are methods for them."""
-    classes: tuple[tuple[PageLayout, ...], ...]
-    """Groups of tables that share the entries of a row, one format from each side."""
-    fixed: tuple[PageLayout, ...]
-
-    @classmethod
-    def of(cls, plan: PagePlan) -> "TableLayouts":
-        """A method with one class uses the first table of a group of two, if it has its format."""
-        plans = sorted(plan.by_method.values(), key=lambda one: not one.compresses)
-        pairs = _distinct(one.classes for one in plans if len(one.classes) > 1)
-        alone = _distinct(one.classes for one in plans if len(one.classes) == 1)
-        firsts = {pair[0] for pair in pairs}
-        return cls(
-            _distinct(one.recent for one in plans),
-            (*pairs, *(one for one in alone if one[0] not in firsts)),
-            _distinct(one.high for one in plans if one.has_fixed_pages),
-        )
-
-    @property
-    def class_tables(self) -> int:
-        """Number of tables of classes."""
-        return sum(len(group) for group in self.classes)
 
 
 class WorkerTables:
@@ -136,7 +106,3 @@ class WorkerTables:
             places.append(len(self.sections) - len(self._fixed) + index)
         recent = self._recent[recent_at]
         return MethodTables(plan, recent, classes, fixed, (recent_at, *places))
-
-
-def _distinct(layouts: Iterable[T]) -> tuple[T, ...]:
-    return tuple(dict.fromkeys(layouts))

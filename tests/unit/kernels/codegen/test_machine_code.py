@@ -1,0 +1,80 @@
+"""Tests of reading machine code, and of the limits on what compiled kernels do."""
+
+from dataclasses import replace
+
+import pytest
+
+from triptych.kernels.codegen import gates
+from triptych.kernels.codegen.aot import Compiled, Pass
+from triptych.kernels.codegen.machine_code import Loop, loops_of
+
+CODE = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R20, desc[UR14][R50.64] ;
+.L_x_0:
+        /*0020*/               @P0 LDG.E.U8 R13, desc[UR14][R16.64] ;
+        /*0030*/                   LDG.E R14, desc[UR14][R16.64] ;
+        /*0040*/                   LDGSTS.E.BYPASS.128 [R4], desc[UR4][R2.64] ;
+        /*0050*/                   PRMT R68, R20, 0x4140, R13.reuse ;
+        /*0060*/              @!P1 HMMA.16816.F32 R68, R68, R72, RZ ;
+        /*0070*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0080*/                   IADD3 R68, P2, R68, UR18, RZ ;
+        /*0090*/               @P0 BRA `(.L_x_0) ;
+        /*00a0*/                   STG.E.64 desc[UR4][R2.64], R4 ;
+        /*00b0*/              @!P2 BRA `(.L_x_1) ;
+        /*00c0*/               @P3 BRA `(.L_x_2) ;
+.L_x_2:
+        /*00d0*/                   STG.E desc[UR4][R2.64], R4 ;
+        /*00e0*/                   EXIT ;
+.L_x_3:
+        /*00f0*/                   BRA `(.L_x_3);
+"""
+
+
+def test_innermost_loops_are_found_with_kinds_and_widths() -> None:
+    (loop,) = loops_of(CODE)
+    assert loop.instructions == 8
+    assert loop.loads == {1: 1, 4: 1, 16: 1}
+    assert loop.stores == {}
+    assert loop.kinds == {"barrier": 1, "convert": 1, "global": 3, "integer": 2, "matrix": 1}
+    assert (loop.narrowest_load, loop.loaded_bytes) == (1, 32 * 21)
+    assert loops_of("") == []
+
+
+def row(per_pass: int = 800, tokens: int = 32, spill: int = 0, width: int = 16) -> Compiled:
+    loop = Loop(per_pass, {}, {width: 8}, {})
+    return Compiled(
+        *("attend_sections", "diffkv d128 g4 bf16", "sm_90"),
+        registers=128,
+        spill_bytes=spill,
+        spill_limit=0,
+        shared_bytes=0,
+        warps=1,
+        stages=1,
+        passes=(Pass(loop, 1, "k8v4", tokens),),
+    )
+
+
+def test_limits_are_told_with_what_exceeds_them() -> None:
+    assert list(gates.failed_gates([row()])) == []
+    told = "attend_sections diffkv d128 g4 bf16 on sm_90"
+    assert list(gates.failed_gates([row(per_pass=1600)])) == [
+        f"{told} issues 50.0 instructions for a token of k8v4 pages; at most 37.5"
+    ]
+    assert list(gates.failed_gates([row(width=1)])) == [
+        f"{told} loads 1 B a lane; expected 4 or more"
+    ]
+    assert list(gates.failed_gates([row(spill=8)])) == [
+        f"{told} spills 8 B of registers, of 0 allowed"
+    ]
+    other = replace(row(per_pass=1600), variant="diffkv d128 g1 bf16")
+    assert list(gates.failed_gates([other])) == []
+
+
+def test_a_pass_says_what_a_gpu_could_read_at_most() -> None:
+    (one,) = row().passes
+    assert one.per_token == 25.0
+    assert one.bytes_per_s("sm_90") == pytest.approx(132 * 4 * 1.7e9 * 8 * 16 * 32 / 800)
+    assert Pass(one.loop, 1).per_token is None
+    assert row().as_json()["narrowest_load"] == 16

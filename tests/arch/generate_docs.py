@@ -27,6 +27,7 @@ from tests.arch.result_tables import (
     pipelines,
     reclaim,
     simulated_reclaim,
+    static_kernels,
     table,
 )
 from triptych.cli.checks import diagnosis
@@ -385,6 +386,7 @@ PIECES: dict[str, Callable[..., str]] = {
     "frontier": frontier,
     "image_methods": image_methods,
     "compress_times": compress_times,
+    "static_kernels": static_kernels,
     "pipelines": pipelines,
     "reclaim": reclaim,
     "simulated_reclaim": simulated_reclaim,

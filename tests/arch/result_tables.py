@@ -99,6 +99,32 @@ def compress_times(name: str) -> str:
     return table(head, rows)
 
 
+def static_kernels(name: str) -> str:
+    """Registers, loads and instructions of decode attention, by method and target.
+
+    ``name``: a result file of ``triptych kernels check``.
+    """
+    rows = [
+        (
+            f"`{row['variant'].split()[0]}`",
+            row["target"],
+            f"{row['registers']}, {row['spill_bytes']}",
+            f"{one['reads']}",
+            ", ".join(f"{count} of {width} B" for width, count in one["loads"].items()),
+            f"{one['instructions_per_token']:g}",
+            ", ".join(f"{kind} {count}" for kind, count in one["kinds"].items()),
+            f"{one['tb_per_s_if_all_slots_issue']:g}",
+        )
+        for row in _result(name)["rows"]
+        if row["kernel"] == "attend_sections"
+        for one in row["passes"]
+        if one["reads"]
+    ]
+    head = ("method", "target", "registers, bytes spilled", "pages", "loads of a pass and lane")
+    more = ("instructions per token", "instructions of a pass", "TB/s if all slots issue")
+    return table((*head, *more), list(dict.fromkeys(rows)))
+
+
 def pipelines(name: str) -> str:
     """Latencies of methods at each rate, pipelined and one request at a time."""
     head = ("method", "requests/s", "TTFT s, mean and p99", "one at a time", "TPOT ms")

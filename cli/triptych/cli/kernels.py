@@ -43,10 +43,11 @@ def check(
 ) -> None:
     """Compile all Triton kernels for several GPUs, and show registers, spills and instructions.
 
-    Needs no GPU. Triton caches the compiled kernels, so a second run is fast. For loops over pages:
-    the narrowest load of a lane, the instructions of warps for each token of a KV head, and the
-    TB/s that the loop would read if every issue slot were used. Exit code 1 if a kernel exceeds a
-    limit on these, or spills more registers to memory than it may.
+    Needs no GPU. Triton caches the compiled kernels, so a second run is fast. For loops of
+    attention: the narrowest load of a lane, the instructions of warps for each token of a KV head
+    (and query of a prompt), and the TB/s that the loop would read if every issue slot were used.
+    Exit code 1 if a kernel exceeds a limit on these, or spills more registers to memory than it
+    may.
     """
     from triptych.kernels.codegen.aot import TARGETS, tasks
     from triptych.kernels.codegen.gates import failed_gates
@@ -64,12 +65,12 @@ def check(
 
 
 def _cells(row: "Compiled") -> tuple[object, ...]:
-    over_pages = [one for one in row.passes if one.pages]
+    reading = [one for one in row.passes if one.reads]
     return (
         *(row.kernel, row.variant, row.target, row.registers, row.spill_bytes, row.shared_bytes),
         *(row.warps, row.stages, row.narrowest_load or "-"),
-        ", ".join(f"{one.pages} {one.per_token:.0f}" for one in over_pages),
-        ", ".join(f"{one.bytes_per_s(row.target) / 1e12:.1f}" for one in over_pages),
+        ", ".join(f"{one.reads} {one.per_token:.3g}" for one in reading),
+        ", ".join(f"{one.bytes_per_s(row.target) / 1e12:.1f}" for one in reading),
     )
 
 

@@ -159,6 +159,14 @@ def test_every_method_of_the_default_study_has_its_paper() -> None:
 def test_methods_without_bytes_of_their_own_are_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"say which share it keeps, as in \+keep=0.3"):
         prepare_frontier(FrontierStudy(model=str(tiny_model), methods=("default", "h2o")))
+    with pytest.raises(ConfigError, match="'plain_networks' needs training"):  # before any runs
+        prepare_frontier(
+            FrontierStudy(
+                model=str(tiny_model),
+                methods=("default", "learned:paper"),
+                base=AppConfig.from_mapping({"compressor": {"learned": []}}),
+            )
+        )
     with pytest.raises(ConfigError, match="parts"):
         FrontierStudy(parts=("text",))  # pyright: ignore[reportArgumentType]
 

@@ -18,7 +18,7 @@ from triptych.evals.frontier.probes import Probe, ProbeGroup, answer_probes, tex
 from triptych.evals.frontier.record_file import ProbeRecord, RecordFile
 from triptych.evals.frontier.reference_logits import ReferenceLogits
 from triptych.evals.methods.full_cache import FullCache
-from triptych.evals.methods.method_names import FULL, parse_methods
+from triptych.evals.methods.method_names import FULL, check_served, parse_methods
 from triptych.evals.methods.served_engines import EngineMethod
 from triptych.evals.metrics.fidelity import Steps, compare
 from triptych.workers.models.facts import ModelFacts, describe
@@ -135,7 +135,8 @@ class PreparedFrontier:
 def prepare_frontier(study: FrontierStudy) -> PreparedFrontier:
     """Resolve the model, parse the methods, make the probes.
 
-    Raises: ConfigError for a wrong setting, ModelError if there is no such model
+    Raises: ConfigError for a wrong setting or a method that cannot be served, ModelError if there
+            is no such model
     """
     path = resolve(study.model or study.base.model.name)
     facts = describe(path)
@@ -144,6 +145,7 @@ def prepare_frontier(study: FrontierStudy) -> PreparedFrontier:
         if isinstance(one, EqualBytes):
             raise ConfigError(f"method {one.name!r}: say which share it keeps, as in +keep=0.3")
         methods.append(one)
+    check_served(methods)
     prepared = PreparedFrontier(
         study=study,
         path=path,

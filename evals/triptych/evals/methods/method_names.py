@@ -84,6 +84,16 @@ def parse_methods(
     return found
 
 
+def check_served(methods: Sequence[Method | EqualBytes]) -> None:
+    """Raise ConfigError for a method that a server of its model could not offer.
+
+    A study calls it before the first method runs, which may take hours.
+    """
+    for method in methods:
+        if isinstance(method, EngineMethod):
+            method.check()
+
+
 def _with_settings(name: str, base: AppConfig) -> AppConfig:
     """``base`` with the settings in a method's name; a policy starts from its own defaults."""
     policy, *settings = name.split("+")

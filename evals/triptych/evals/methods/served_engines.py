@@ -9,10 +9,14 @@ import torch
 from triptych.core.config import AppConfig
 from triptych.core.errors import ModelError
 from triptych.core.messages import Compressed, Message, Sampling
+from triptych.core.methods.table import policy_of
 from triptych.evals.data.cases import Case, Outcome
 from triptych.evals.metrics.footprint import of_handle
 from triptych.evals.metrics.teacher_forcing import ForcedTokens, TeacherForcing
+from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.local import LocalServer
+from triptych.workers.models.compression_profile import find_profile
+from triptych.workers.models.facts import describe
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,12 @@ class EngineMethod:
     config: AppConfig
     model_path: Path
     has_prefix_cache: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError if a server of the model could not offer the method."""
+        facts = describe(self.model_path)
+        profile, learned = find_profile(self.config, facts), find_networks(self.config, facts)
+        policy_of(self.config.compressor, profile, learned)
 
     def run(self, cases: Sequence[Case]) -> list[Outcome]:
         """Serve the cases together; they share no prefix.

@@ -10,7 +10,7 @@ from triptych.evals.data.tasks import TASKS, Task, make_tasks
 from triptych.evals.data.texts import Split, documents, text_hash
 from triptych.evals.data.vocabulary import Vocabulary
 from triptych.evals.methods.baselines import reference_of
-from triptych.evals.methods.method_names import COMPARED, FULL, parse_methods
+from triptych.evals.methods.method_names import COMPARED, FULL, check_served, parse_methods
 from triptych.evals.studies.report import (
     AnswerRow,
     Row,
@@ -115,11 +115,13 @@ class Results:
 def prepare(study: Study) -> Prepared:
     """Resolve the model, parse the methods, generate the cases.
 
-    Raises: ConfigError for a wrong setting, ModelError if there is no such model
+    Raises: ConfigError for a wrong setting or a method that cannot be served, ModelError if there
+            is no such model
     """
     path = resolve(study.model_name)
     facts = describe(path)
     methods = parse_methods(study.methods, path, study.base, study.dtype)
+    check_served(methods)
     vocabulary = Vocabulary(path)
     tasks = make_tasks(
         study.tasks,

@@ -44,6 +44,10 @@ ISSUED_PER_S = {
 B200, four schedulers in each, and the clock under load."""
 
 
+BEFORE, DIAGONAL = "keys before the block", "keys of the block"
+"""New keys of a prompt that all queries of a block see, and those that some see."""
+
+
 class Task(NamedTuple):
     """One kernel to compile, by name, since kernels cannot be pickled."""
 
@@ -60,16 +64,19 @@ class Pass:
     loop: Loop
     """In each warp."""
     warps: int
-    pages: str = ""
-    """Format of the pages that it reads; empty: it reads none, or compilers cut the loops otherwise
-    than the kernel has them."""
+    reads: str = ""
+    """What it reads: the format of pages, or new keys of a prompt; empty: neither, or compilers cut
+    the loops otherwise than the kernel has them."""
     tokens: int = 0
     """Tokens of a KV head that a block reads in a pass."""
+    queries: int = 1
+    """Queries of a head that attend to them; one stands for the whole group in decode."""
 
     @property
     def per_token(self) -> float | None:
-        """Instructions of warps for each token of a KV head."""
-        return None if not self.tokens else self.loop.instructions * self.warps / self.tokens
+        """Instructions of warps for each token of a KV head and query of a prompt."""
+        pairs = self.tokens * self.queries
+        return None if not pairs else self.loop.instructions * self.warps / pairs
 
     def bytes_per_s(self, target: str) -> float:
         """Bytes that the loop would load in a second if every issue slot of a GPU were used."""
@@ -79,9 +86,10 @@ class Pass:
         rate = round(self.bytes_per_s(target) / 1e12, 2)
         return {
             **asdict(self.loop),
-            "pages": self.pages,
+            "reads": self.reads,
             "tokens": self.tokens,
-            "instructions_per_token": self.per_token and round(self.per_token, 1),
+            "queries": self.queries,
+            "instructions_per_token": self.per_token and round(self.per_token, 3),
             "tb_per_s_if_all_slots_issue": rate,
         }
 
@@ -146,13 +154,13 @@ def compile_all(wanted: Sequence[Task], jobs: int = 1) -> Iterator[Compiled]:
 
 def compile_one(task: Task) -> Compiled:
     """Compile one task in this process."""
-    variants = _variants(TARGETS[task.target].backend)
+    variants = _variants(task.target)
     return compile_launch(variants[task.kernel, task.variant], task)
 
 
 @cache
-def _variants(backend: str) -> dict[tuple[str, str], Launch]:
-    with planned_for(backend):
+def _variants(target: str) -> dict[tuple[str, str], Launch]:
+    with planned_for(target):
         return all_variants()
 
 
@@ -168,8 +176,9 @@ def compile_launch(launch: Launch, task: Task) -> Compiled:
         registers, spilled, loops = _read_cubin(made.asm["cubin"])
     else:
         registers, spilled, loops = *_read_amd(made.asm["amdgcn"]), list[Loop]()
-    found = _pages_of_passes(launch)
-    known = found if len(found) == len(loops) else [("", 0)] * len(loops)
+    loops = [one for one in loops if one.loads or "matrix" in one.kinds]  # others only wait
+    found = _work_of_passes(launch)
+    known = found if len(found) == len(loops) else [("", 0, 1)] * len(loops)
     pairs = zip(loops, known, strict=True)
     return Compiled(
         *task,
@@ -179,17 +188,26 @@ def compile_launch(launch: Launch, task: Task) -> Compiled:
         shared_bytes=int(made.metadata.shared),
         warps=launch.warps,
         stages=launch.stages,
-        passes=tuple(Pass(loop, launch.warps, *pages) for loop, pages in pairs),
+        passes=tuple(Pass(loop, launch.warps, *work) for loop, work in pairs),
     )
 
 
-def _pages_of_passes(launch: Launch) -> list[tuple[str, int]]:
-    """Format and tokens of each loop over pages: decode attention has one for each section."""
-    if launch.name != "attend_sections":
-        return []
+def _work_of_passes(launch: Launch) -> list[tuple[str, int, int]]:
+    """What each loop of an attention kernel reads, how many tokens, and for how many queries.
+
+    Decode attention has a loop for each section, prefill one for past pages and two for new keys.
+    """
     constants = cast("dict[str, Any]", launch.constants)
-    forms = cast("Sequence[Form]", constants["FORMS"])
-    return [(form.name, constants["TILE"] if form.by_tile else form.tokens) for form in forms]
+    if launch.name == "attend_sections":
+        forms, tile = cast("Sequence[Form]", constants["FORMS"]), constants["TILE"]
+        return [(form.name, tile if form.by_tile else form.tokens, 1) for form in forms]
+    if launch.name not in ("attend_chunks", "flash_attention"):
+        return []
+    size = constants["KEYS"], constants["QUERIES"]
+    form = cast("Form | None", constants.get("FORM"))
+    past = [] if form is None else [form.name]
+    new = [BEFORE] * (not constants.get("WINDOWED"))
+    return [(name, *size) for name in (*past, *new, DIAGONAL)]
 
 
 def _read_cubin(cubin: bytes) -> tuple[int, int, list[Loop]]:

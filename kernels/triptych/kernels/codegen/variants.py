@@ -14,6 +14,7 @@ from torch import Tensor
 
 from triptych.core.head_budgets import BUDGET_STEPS
 from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
+from triptych.kernels.bench import flash_attention
 from triptych.kernels.codec import gpu as codec
 from triptych.kernels.compact import Retirement
 from triptych.kernels.compact import gpu as compact
@@ -64,8 +65,9 @@ HALF = Kind(torch.float16)
 def all_variants() -> dict[tuple[str, str], Launch]:
     """Launches of all kernels by kernel and variant, without duplicates."""
     planned = chain(
-        _decode(), _scores(), _select(), _prefill(), _codec(), _compact(), _pointwise(), _draw()
-    )
+        _decode(), _scores(), _select(), _prefill(), _codec(), _compact(), _pointwise(), _draw(),
+        [("d128 bf16", [flash_attention.plan()])],
+    )  # fmt: skip
     made, seen = dict[tuple[str, str], Launch](), set[str]()
     for variant, launch in ((name, launch) for name, many in planned for launch in many):
         key = f"{launch.name} {launch.source().signature} {launch.constants}"
@@ -105,13 +107,16 @@ USUAL_VARIANTS = {
     "rotate_all": "d128 g4 bf16",
     "rotate_outputs": "d128 g4 bf16",
     "draw_rows": "drawn",
+    "flash_attention": "d128 bf16",
 }
 """The variant of each kernel that tests compile: a usual one that needs many registers."""
 
 
-LIMITED_VARIANTS = tuple(
-    ("attend_sections", f"{method} d128 g4 bf16")
-    for method in (MAIN, "uniform:k4v2", "uniform:fp16")
+LIMITED_VARIANTS = (
+    ("attend_chunks", "alone d128 g4 bf16"),
+    ("attend_sections", f"{MAIN} d128 g4 bf16"),
+    ("attend_sections", "uniform:k4v2 d128 g4 bf16"),
+    ("attend_sections", "uniform:fp16 d128 g4 bf16"),
 )
 """Variants whose instructions are limited (``gates``)."""
 

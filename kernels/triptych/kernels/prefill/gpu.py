@@ -21,6 +21,7 @@ from triptych.kernels.triton.launch import (
     dense,
     factors_of,
     is_interpreted,
+    multiplies_by_warp_group,
     power_of_two,
 )
 from triptych.kernels.triton.triton_layout import MIN_DOT, form_of
@@ -41,8 +42,10 @@ class Block:
         return self.warps, self.stages
 
 
-BLOCKS = {64: Block(64, 64, 4), 128: Block(64, 32, 8), 256: Block(32, 32, 8)}
+BLOCKS = {64: Block(128, 64, 8), 128: Block(64, 32, 8), 256: Block(64, 32, 8)}
 """Block by largest head size; chosen so that no format spills registers."""
+WARP_GROUP_BLOCKS = BLOCKS | {128: Block(128, 64, 8)}
+"""The same where warps multiply in groups, which takes fewer registers."""
 EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1)}
 """Blocks for float32, which tensor cores do not multiply exactly."""
 
@@ -150,7 +153,8 @@ def _type_of(dtype: torch.dtype) -> tl.dtype:
 
 def block_of(dim: int, is_exact: bool) -> Block:
     """The block of a program for vectors of ``dim`` channels."""
-    blocks = EXACT_BLOCKS if is_exact else BLOCKS
+    usual = WARP_GROUP_BLOCKS if multiplies_by_warp_group() else BLOCKS
+    blocks = EXACT_BLOCKS if is_exact else usual
     return next(block for size, block in blocks.items() if dim <= size)
 
 

@@ -1,6 +1,7 @@
 # pyright: basic, reportPrivateImportUsage=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # Triton's language is not Python: the checker takes tiles for integers. A condition on constants
-# must not share an `if` with one on numbers.
+# must not share an `if` with one on numbers, nor stand in an expression.
+# ruff: noqa: SIM108
 """Triton kernels of prefill attention: output of a query block, and column sums of a key block."""
 
 import triton
@@ -59,6 +60,50 @@ def add_tile(logits, values, peak, mass, mixed):
     weights, rescale, peak, mass = online_softmax(logits, peak, mass)
     mixed = mixed * rescale[:, None]
     mixed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return peak, mass, mixed
+
+
+@triton.jit
+def full_rows(start, stride, row, DIM: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr):
+    """``rows_at`` of rows that all exist."""
+    channel = tl.arange(0, WIDE)
+    at = start + row.to(tl.int64)[:, None] * stride + channel[None, :]
+    if DIM == WIDE:
+        vectors = tl.load(at)
+    else:
+        vectors = tl.load(at, mask=(channel < DIM)[None, :], other=0.0)
+    return vectors.to(TYPE)
+
+
+@triton.jit
+def attend_before(
+    tile, key, value, begin, end, key_token, value_token, scale, cap, peak, mass, mixed,
+    DIM: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    TYPE: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys ``begin`` to ``end`` (exclusive), all of which each query sees.
+
+    So a tile has no masks and no infinite logits. The difference to the largest logit is one fused
+    operation with the scale.
+
+    Source: FlashAttention-2, section 3.1 (blocks below the diagonal need no causal mask)
+    """
+    for at in range(begin, end, KEYS):
+        key_index = at + tl.arange(0, KEYS)
+        keys = full_rows(key, key_token, key_index, DIM, WIDE, TYPE)
+        logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
+        before = peak
+        if CAPPED:
+            logits = capped(logits * scale, cap, CAPPED)
+            peak = tl.maximum(peak, tl.max(logits, 1))
+            weights = tl.exp2(logits - peak[:, None])
+        else:
+            peak = tl.maximum(peak, tl.max(logits, 1) * scale)
+            weights = tl.exp2(logits * scale - peak[:, None])
+        rescale = tl.exp2(before - peak)
+        mass = mass * rescale + tl.sum(weights, 1)
+        values = full_rows(value, value_token, key_index, DIM, WIDE, TYPE)
+        mixed = tl.dot(weights.to(TYPE), values, mixed * rescale[:, None], input_precision="ieee")
     return peak, mass, mixed
 
 
@@ -123,10 +168,16 @@ def attend_chunks(
     end = tl.minimum((tl.program_id(0) + 1) * QUERIES, count)
     if two_way is not None:
         reads_all = tl.load(two_way + sequence) != 0
-        begin = tl.where(reads_all, 0, begin)
+        begin = tl.where(reads_all, 0, begin)  # for windows; without one all before are seen
         end = tl.where(reads_all, count, end)
     key += start.to(tl.int64) * key_token + (head // G) * key_head
     value += start.to(tl.int64) * value_token + (head // G) * value_head
+    if not WINDOWED:
+        peak, mass, mixed = attend_before(
+            tile, key, value, 0, tl.program_id(0) * QUERIES, key_token, value_token, scale, cap,
+            peak, mass, mixed, DIM, WIDE, KEYS, CAPPED, TYPE,
+        )  # fmt: skip
+        begin = tl.program_id(0) * QUERIES
     for at in range(begin, end, KEYS):
         key_index = at + tl.arange(0, KEYS)
         keys = rows_at(key, key_token, key_index, count, DIM, WIDE, TYPE)

@@ -32,6 +32,7 @@ TYPES = {
 }
 VECTOR_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of queries, keys and values."""
+WARP_GROUPS_FROM = 90
 DEFAULT_PROCESSORS = 132
 """Multiprocessors assumed for tensors that are not on a GPU: those of an H100."""
 
@@ -157,28 +158,49 @@ def _processors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-_backend: ContextVar[str | None] = ContextVar("backend", default=None)
+_target: ContextVar[str | None] = ContextVar("target", default=None)
 
 
 @contextmanager
-def planned_for(backend: str) -> Generator[None]:
-    """Within this context, launches are planned for ``backend``: ``"cuda"`` or ``"hip"``."""
-    token = _backend.set(backend)
+def planned_for(target: str) -> Generator[None]:
+    """Within this context, launches are planned for a GPU, such as ``"sm_90"`` or ``"gfx942"``."""
+    token = _target.set(target)
     try:
         yield
     finally:
-        _backend.reset(token)
+        _target.reset(token)
 
 
 def has_asm() -> bool:
     """Whether the launches that are planned now may use the assembly of NVIDIA's GPUs."""
-    backend = _backend.get()
-    return _has_asm_here() if backend is None else backend == "cuda"
+    target = _target.get()
+    return _has_asm_here() if target is None else target.startswith("sm_")
 
 
 @cache
 def _has_asm_here() -> bool:
     return not torch.version.hip and not is_interpreted()
+
+
+def multiplies_by_warp_group() -> bool:
+    """Whether four warps multiply tiles in shared memory together, as from Hopper (sm_90) on.
+
+    Such products hold no operand in registers. Where there is no GPU, an H100 is assumed.
+    """
+    target = _target.get()
+    return _warp_groups_here() if target is None else multiplies_in_groups(target)
+
+
+def multiplies_in_groups(target: str) -> bool:
+    """``multiplies_by_warp_group`` of a GPU, such as ``"sm_90"``."""
+    return target.startswith("sm_") and int(target.removeprefix("sm_")) >= WARP_GROUPS_FROM
+
+
+@cache
+def _warp_groups_here() -> bool:
+    if torch.version.hip:
+        return False
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
 
 
 def is_interpreted() -> bool:

@@ -16,6 +16,8 @@ from triptych.kernels.codegen import aot, variants
 from triptych.kernels.select import gpu, tile_bytes
 
 WIDE = variants.USUAL_VARIANTS["attend_chunks"]
+PREFILL = ("attend_chunks", "alone d128 g4 bf16"), ("flash_attention", "d128 bf16")
+"""Prefill attention without pages, and FlashAttention."""
 USUAL_TARGETS = "sm_90", "gfx942"
 """One target of each vendor; all four take a minute (``triptych kernels check``)."""
 
@@ -40,15 +42,24 @@ def test_every_kernel_compiles_without_spills(
         (kernel, target) for kernel in every for target in USUAL_TARGETS
     }
     assert all(row["spill_bytes"] <= row["spill_limit"] and row["registers"] for row in rows)
-    assert {row["kernel"] for row in rows if row["spill_limit"]} == {"attend_sections"}
+    assert {row["kernel"] for row in rows if row["spill_limit"]} == {
+        "attend_sections",
+        "flash_attention",
+    }
     limited = {
-        row["variant"]: [one["pages"] for one in row["passes"]]
+        row["variant"]: [one["reads"] for one in row["passes"]]
         for row in rows
         if (row["kernel"], row["target"]) == ("attend_sections", "sm_90")
     }
     assert limited["diffkv d128 g4 bf16"] == ["k8v8 small", "k8v4", "k4v2", "k8v4"]
     assert limited["uniform:k4v2 d128 g4 bf16"] == ["k8v8 small", "k4v2", "k4v2"]
     assert limited["uniform:fp16 d128 g4 bf16"] == ["fp16"]
+    prefill = [
+        [one["reads"] for one in row["passes"]]
+        for row in rows
+        if (row["kernel"], row["variant"]) in PREFILL and row["target"] == "sm_90"
+    ]
+    assert prefill == [[aot.BEFORE, aot.DIAGONAL]] * 2
     assert "attend_sections" in capsys.readouterr().out
 
 
@@ -57,7 +68,7 @@ def test_a_kernel_that_spills_is_exit_code_1(
 ) -> None:
     """The kernel that needs most registers is compiled with few of them."""
     launch = variants.usual_variants()["attend_chunks", WIDE]
-    squeezed = {("attend_chunks", WIDE): replace(launch, registers=64)}
+    squeezed = {("attend_chunks", WIDE): replace(launch, registers=128)}
     monkeypatch.setattr(aot, "usual_variants", lambda: squeezed)
     monkeypatch.setattr(aot, "_variants", lambda backend: squeezed)
     assert check(monkeypatch, "--quick", "--jobs", "1", "--target", "sm_90") == 1

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from triptych.kernels.codegen import gates
-from triptych.kernels.codegen.aot import Compiled, Pass
+from triptych.kernels.codegen.aot import BEFORE, Compiled, Pass
 from triptych.kernels.codegen.machine_code import Loop, loops_of
 
 CODE = """
@@ -70,6 +70,22 @@ def test_limits_are_told_with_what_exceeds_them() -> None:
     ]
     other = replace(row(per_pass=1600), variant="diffkv d128 g1 bf16")
     assert list(gates.failed_gates([other])) == []
+
+
+def test_prefill_is_limited_by_flash_attention() -> None:
+    def of(kernel: str, variant: str, target: str, instructions: int) -> Compiled:
+        loop = Loop(instructions, {}, {16: 8}, {})
+        passes = (Pass(loop, 8, BEFORE, 64, 128),)
+        return replace(row(), kernel=kernel, variant=variant, target=target, passes=passes)
+
+    flash = of("flash_attention", "d128 bf16", "sm_90", 336)
+    ours = of("attend_chunks", "alone d128 g4 bf16", "sm_90", 368)
+    slow = of("attend_chunks", "alone d128 g4 bf16", "sm_90", 600)
+    assert list(gates.failed_gates([flash, ours])) == []
+    (told,) = gates.failed_gates([flash, slow])
+    assert "issues 0.59 instructions for a query and a key, FlashAttention 0.33" in told
+    elsewhere = [replace(one, target="sm_80") for one in (flash, slow)]
+    assert list(gates.failed_gates(elsewhere)) == []
 
 
 def test_a_pass_says_what_a_gpu_could_read_at_most() -> None:

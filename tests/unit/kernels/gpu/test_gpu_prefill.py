@@ -85,6 +85,24 @@ def test_16_bit_inputs_give_an_output_of_the_same_type(
     check(device, RAGGED, 4, 2, head_dim, dtype)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softcap": 1.5},
+        {"sinks": torch.tensor([-100.0, 2.0])},
+        {"two_way": (False, True, False)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_keys_before_the_block_of_a_query_are_seen_whole(
+    head_dim: int, options: dict[str, Any], device: Any
+) -> None:
+    """Longer than the largest block, so that tiles without masks are read too."""
+    check(device, [300, 129, 5], 2, 1, head_dim, torch.bfloat16, also_plain=True, **options)
+
+
 @pytest.mark.parametrize("options", [{"window": 1}, {"window": 33}, {"softcap": 1.5}])
 def test_windows_and_soft_caps_change_the_weights(options: dict[str, Any], device: Any) -> None:
     check(device, RAGGED, 4, 2, 64, **options)

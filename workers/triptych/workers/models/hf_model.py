@@ -19,6 +19,7 @@ from triptych.workers.models.architecture.rope_limits import fix_rope
 from triptych.workers.models.architecture.text_part import renamings, text_part
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits
+from triptych.workers.models.latent_attention import on_latents, read_latents
 from triptych.workers.models.pretrained import read_config, read_weights, readable
 from triptych.workers.models.store.checkpoint_files import stored_weights
 from triptych.workers.models.traits import ModelTraits
@@ -129,6 +130,7 @@ def read_model(
     quantized = None if scheme_of(path) is None else open_weights(path)
     model = read_weights(path, text, dtype, device, attention, names, quantized)
     fix_rope(model, text)
+    read_latents(model, ATTENTION)
     return model
 
 
@@ -150,4 +152,6 @@ def _attention(
     return _attend.get()(layer, query, key, value, s_aux).unsqueeze(0), None
 
 
-AttentionInterface.register(ATTENTION, _attention)  # pyright: ignore[reportUnknownMemberType]
+AttentionInterface.register(  # pyright: ignore[reportUnknownMemberType]
+    ATTENTION, on_latents(_attention)
+)

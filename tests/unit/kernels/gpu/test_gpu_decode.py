@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE
+from tests.moves import ALONE, LATENTS
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder
 from triptych.kernels import Section, decode_attention
@@ -58,6 +58,7 @@ def backward(section: Section) -> Section:
     [
         *((name, 64, "token") for name in FORMATS),
         *((name, 96, "channel") for name in FORMATS),
+        *((name, 96, "channel") for name in LATENTS),
         ("k8v4", 16, "token"),
         ("k4v2", 128, "token"),
         ("fp16", 256, "channel"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE
+from tests.moves import ALONE, LATENTS
 from triptych.core.errors import ConfigError
 from triptych.kernels import Past, prefill_attention
 
@@ -118,7 +118,7 @@ def test_sinks_take_part_in_the_softmax_and_have_no_value(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {"also_plain": True}) for name in ALONE),
+        *((name, {"also_plain": True}) for name in (*ALONE, *LATENTS)),
         ("k4v2", {"window": 25}),
         ("fp16", {"softcap": 2.0}),
     ],

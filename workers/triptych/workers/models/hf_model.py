@@ -45,13 +45,16 @@ class HFModel:
     """As observed: some models have their window only in a mask."""
     head_dim: int
     """Size of keys and values in pages; zeros after smaller ones change no score."""
+    has_latents: bool
+    """Whether values are the first numbers of keys. Then pages store keys alone."""
     can_exit = False
 
     @classmethod
     def read(cls, path: Path, traits: ModelTraits, dtype: DType, device: str) -> "HFModel":
         """Raises: ModelError for what cannot be loaded, or mixes tokens outside of attention"""
         model = read_model(path, dtype, device)
-        loaded = cls(model, traits.layers, traits.geometry.head_dim)
+        geometry = traits.geometry
+        loaded = cls(model, traits.layers, geometry.head_dim, geometry.has_latents)
         with readable(path, "cannot run on a ragged batch"):
             check_network(path, loaded.model, loaded)
         return loaded
@@ -82,11 +85,12 @@ class HFModel:
         def attend_padded(
             layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         ) -> Tensor:
+            stored = self._padded(key)
             mixed = attend(
                 layer,
                 self._padded(query),
-                self._padded(key),
-                self._padded(value),
+                stored,
+                stored if self.has_latents else self._padded(value),
                 self.layers[layer],
                 None if sinks is None else sinks.float(),
             )

@@ -69,16 +69,19 @@ class Latents:
         return torch.einsum("bthr,hvr->bthv", mixed, self.value_weight)
 
 
-def read_latents(model: nn.Module, attention: str) -> None:
+def read_latents(model: nn.Module, attention: str) -> bool:
     """Have all MLA layers of a model hand latents to the attention function of this name.
 
     The absorbed weights are views, so nothing is copied. Layers with other expansions are left as
     they are: they hand over the keys and values of each head.
+
+    Returns: whether there are such layers
     """
-    for module in model.modules():
-        latents = _latents(module, attention)
+    found = [(module, _latents(module, attention)) for module in model.modules()]
+    for module, latents in found:
         if latents is not None:
             module.__dict__[_EXPAND] = latents
+    return any(latents is not None for _, latents in found)
 
 
 def on_latents(attention: AttentionFunction) -> AttentionFunction:

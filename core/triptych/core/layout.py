@@ -23,6 +23,9 @@ RECENT_TOKENS = 3
 tokens of K8V4 fill is full too. Tokens of formats that are encoded page by page are a multiple, so
 that whole small pages move to a page."""
 
+GPU_GROUPS = {256: 32, 576: 16}
+"""Most query heads of a KV head that GPU kernels take, by the largest head size."""
+
 Codec = Literal["range", "float", "by_channel", "balanced"]
 """How the numbers of a page become codes.
 
@@ -323,6 +326,11 @@ class Geometry:
     def head_rows(self) -> int:
         """One head row is one (layer, KV head) of one request."""
         return self.layers * self.kv_heads
+
+    @property
+    def gpu_group(self) -> int:
+        """Most query heads of a KV head that GPU kernels take; 0: they take no such heads."""
+        return next((most for dim, most in GPU_GROUPS.items() if self.head_dim <= dim), 0)
 
     @property
     def token_numbers(self) -> int:

@@ -41,9 +41,14 @@ class Block:
         return self.warps, self.stages
 
 
-BLOCKS = {64: Block(64, 64, 4), 128: Block(64, 32, 8), 256: Block(32, 32, 8)}
+BLOCKS = {
+    64: Block(64, 64, 4),
+    128: Block(64, 32, 8),
+    256: Block(32, 32, 8),
+    576: Block(16, 16, 8, 1),
+}
 """Block by largest head size; chosen so that no format spills registers."""
-EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1)}
+EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1), 576: Block(16, 16, 8, 1)}
 """Blocks for float32, which tensor cores do not multiply exactly."""
 
 

@@ -73,6 +73,20 @@ def test_attention_over_pages_equals_dense_attention_over_decoded_tokens(
     check(device, torch.randn(2, 6, head_dim), cache.arena, [stored.section])
 
 
+@pytest.mark.parametrize("heads", [16, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_latents_are_read_by_programs_that_share_their_heads(
+    heads: int, dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(512 + 64, pages=30)
+    stored = [
+        cache.fill("latent8/8", [[3], [20]]).section,
+        backward(cache.fill("latent4", [[33], [1]]).section),
+        cache.fill("latent16", [[1], [17]]).section,
+    ]
+    check(device, torch.randn(2, heads, 512 + 64).to(dtype), cache.arena, stored)
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_biases_are_added_to_logits_after_the_cap(
     name: str, device: Any, new_cache: NewCache

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.families import FAMILIES
 from tests.tiny import DIFFKV
+from tests.unit.conformance.rows import FILES
 from tests.unit.workers.models.test_families import TIE, save
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
@@ -155,6 +156,29 @@ def test_methods_that_treat_keys_and_values_apart_are_refused_in_one_line(
 ) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
         PagePlan.of(settings(compressor=compressor), LITE)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("heads", "is_served"), [(16, True), (128, False)])
+@pytest.mark.parametrize("policy", ["learned:score", "learned:merge"])
+def test_learned_networks_are_refused_in_one_line(policy: str) -> None:
+    config = settings(compressor={**DIFFKV, "policy": policy})
+    with pytest.raises(ConfigError, match="learned networks read and merge these apart") as error:
+        PagePlan.of(config, LITE, learned=FILES)
+    assert "\n" not in str(error.value)
+
+
+def test_more_heads_than_gpu_kernels_take_are_refused_in_one_line(
+    folder: Path, model: nn.Module, heads: int, is_served: bool
+) -> None:
+    facts = replace(describe(folder), geometry=LITE, num_heads=heads)
+    facts.check_heads(settings())
+    on_gpu = settings(decode={"actor": {"num_gpus": 1}})
+    if is_served:
+        facts.check_heads(on_gpu)
+        return
+    with pytest.raises(ConfigError, match="num_gpus: this model has 128") as error:
+        facts.check_heads(on_gpu)
     assert "\n" not in str(error.value)
 
 

@@ -158,6 +158,7 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "GLM-4.7-Flash": _of("glm4_moe_lite", **LATENTS, **ROUTED),
     "MiniCPM3": _of("minicpm3", **LATENTS),
     "Youtu-LLM": _of("youtu", **LATENTS),
+    "DeepSeek-V3.2": _of("deepseek_v32", **LATENTS, **ROUTED),
     "Falcon": lambda: AutoConfig.for_model(
         "falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=258
     ),

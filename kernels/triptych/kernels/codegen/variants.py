@@ -328,7 +328,8 @@ def _latents() -> Iterator[Planned]:
 
     for kind in (Kind(group=16), Kind(torch.float32, group=16)):
         query = _meta(4, kind.group, dim, dtype=kind.dtype)
-        key, exact, lse = query[:, :1], query.float(), query[:, :, 0].float()
+        key, exact = query[:, :1], query.float()
+        lse = _meta(4, kind.group, dtype=torch.float32)
         variant = f"latents d{dim} {kind}"
         cache = [section(name) for name in mix]
         options = (_meta(4), 0.1, 0, 0.0, _meta(4))

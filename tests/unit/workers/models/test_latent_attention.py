@@ -4,10 +4,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.families import FAMILIES
 from tests.tiny import DIFFKV
@@ -18,6 +19,9 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import Geometry
 from triptych.core.messages import Request, Sampling
 from triptych.core.pages import PagePlan
+from triptych.evals.methods.full_cache import TransformersRunner
+from triptych.evals.methods.mean_keys import mean_keys
+from triptych.kernels import prefill_attention
 from triptych.workers.local import Completion, LocalServer
 from triptych.workers.models.facts import describe, shape_of
 from triptych.workers.models.load import load
@@ -141,6 +145,23 @@ def test_layers_of_transformers_are_as_before_under_another_attention(
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+def test_the_centre_of_a_profile_is_the_mean_of_what_pages_store(
+    folder: Path, model: nn.Module
+) -> None:
+    ids, seen = torch.arange(2, 40), list[Tensor]()
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        assert key is value
+        seen.append(key[1:].mean(0))
+        scale = rest[0].scale
+        return prefill_attention(query, key, value, (0, len(ids)), scale=scale)
+
+    with torch.inference_mode():
+        load(folder, "float32").network(ids, ids - 2, attend, ids[:1])
+    found = mean_keys(TransformersRunner(folder), [ids.tolist()])
+    torch.testing.assert_close(found, torch.stack(seen), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("compressor", "reason"),
     [
@@ -159,7 +180,6 @@ def test_methods_that_treat_keys_and_values_apart_are_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("heads", "is_served"), [(16, True), (128, False)])
 @pytest.mark.parametrize("policy", ["learned:score", "learned:merge"])
 def test_learned_networks_are_refused_in_one_line(policy: str) -> None:
     config = settings(compressor={**DIFFKV, "policy": policy})
@@ -168,6 +188,7 @@ def test_learned_networks_are_refused_in_one_line(policy: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("heads", "is_served"), [(16, True), (128, False)])
 def test_more_heads_than_gpu_kernels_take_are_refused_in_one_line(
     folder: Path, model: nn.Module, heads: int, is_served: bool
 ) -> None:

@@ -10,7 +10,7 @@ and from values to the output, so that attention is that of a model with a singl
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,8 @@ def _latents(module: Any, attention: str) -> Latents | None:
         return None
     sizes = int(module.qk_nope_head_dim), int(module.v_head_dim)
     heads, rank = int(module.num_heads), int(module.kv_lora_rank)
-    if projection.bias is not None or projection.weight.shape != (heads * sum(sizes), rank):
+    bias = cast("Tensor | None", projection.bias)
+    if bias is not None or projection.weight.shape != (heads * sum(sizes), rank):
         return None
     key_weight, value_weight = projection.weight.view(heads, sum(sizes), rank).split(sizes, dim=1)
     return Latents(

@@ -49,6 +49,33 @@ MROPE: Mapping[str, object] = {
     "mrope_section": [4, 6, 6],
 }
 
+LATENTS: Mapping[str, object] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
+ROUTED: Mapping[str, object] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+YARN: Mapping[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 64,
+}
+
 
 def _of(kind: str, **settings: object) -> Callable[[], PreTrainedConfig]:
     return lambda: AutoConfig.for_model(kind, **{**TINY, **settings})
@@ -123,21 +150,15 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         intermediate_size_mlp=96,
         num_local_experts=4,
     ),
-    "DeepSeek-V3": _of(
-        "deepseek_v3",
-        num_key_value_heads=4,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=8,
-        v_head_dim=32,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
+    "DeepSeek-V2": _of("deepseek_v2", **LATENTS, **ROUTED),
+    "DeepSeek-V2-Lite": _of(
+        "deepseek_v2", **{**LATENTS, "q_lora_rank": None}, **ROUTED, rope_parameters=dict(YARN)
     ),
+    "DeepSeek-V3": _of("deepseek_v3", **LATENTS, **ROUTED, rope_parameters=dict(YARN)),
+    "GLM-4.7-Flash": _of("glm4_moe_lite", **LATENTS, **ROUTED),
+    "MiniCPM3": _of("minicpm3", **LATENTS),
+    "Youtu-LLM": _of("youtu", **LATENTS),
+    "DeepSeek-V3.2": _of("deepseek_v32", **LATENTS, **ROUTED),
     "Falcon": lambda: AutoConfig.for_model(
         "falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=258
     ),

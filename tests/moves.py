@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
+from triptych.core.layout import (
+    FORMATS,
+    LATENT_FORMATS,
+    KeyOrder,
+    PageLayout,
+    default_page_bytes,
+    stored_format,
+)
 from triptych.kernels import Section, store_tokens
 
 SLOTS, HEADS, WIDTH, MOST = 5, 2, 3, 6
@@ -15,12 +22,15 @@ WHOLE = tuple(name for name, form in FORMATS.items() if form.codes_whole_pages)
 """Formats whose pages are encoded whole."""
 ALONE = tuple(name for name in FORMATS if name not in WHOLE)
 """Formats whose tokens can be written alone."""
+LATENTS = tuple(LATENT_FORMATS)
+"""Formats whose values are their keys."""
 PAIRS = (
     *((old, new) for old in USUAL for new in USUAL),
     *((old, new) for new in ALONE if new not in USUAL for old in ("fp16", "k8v8")),
     *((old, "k8v4") for old in ALONE if old not in USUAL),
+    *((old, new) for old in LATENTS for new in LATENTS),
 )
-"""Formats of moves: all pairs of usual ones, and into and out of each other one."""
+"""Formats of moves: all pairs of usual ones, into and out of each other one, and of latents."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ def random_moves(source: str, target: str, head_dim: int) -> Moves:
 def _layout(name: str, head_dim: int) -> PageLayout:
     form, _, parts = name.partition("/")
     page_bytes = default_page_bytes(head_dim)
-    return PageLayout(FORMATS[form], head_dim, page_bytes, "channel", int(parts or 1))
+    return PageLayout(stored_format(form), head_dim, page_bytes, "channel", int(parts or 1))
 
 
 def whole_moves(source: str, target: str, head_dim: int, order: KeyOrder) -> Moves:

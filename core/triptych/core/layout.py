@@ -23,6 +23,9 @@ RECENT_TOKENS = 3
 tokens of K8V4 fill is full too. Tokens of formats that are encoded page by page are a multiple, so
 that whole small pages move to a page."""
 
+GPU_GROUPS = {256: 32, 576: 16}
+"""Most query heads of a KV head that GPU kernels take, by the largest head size."""
+
 Codec = Literal["range", "float", "by_channel", "balanced"]
 """How the numbers of a page become codes.
 
@@ -43,6 +46,8 @@ class PageFormat:
     key_groups: int = 1
     value_groups: int = 1
     codec: Codec = "range"
+    values_are_keys: bool = False
+    """Whether the value of a token is its key, which is stored once: a latent."""
 
     @property
     def is_quantized(self) -> bool:
@@ -68,14 +73,21 @@ class PageFormat:
 
     def token_bytes(self, head_dim: int) -> int:
         """Bytes of one token of one KV head in all six segments, padding aside."""
-        return sum(self.segment_token_bytes(head_dim))
+        return sum(self.stored_token_bytes(head_dim))
 
     def read_bytes(self, head_dim: int) -> int:
         """Bytes of one token of one KV head that attention reads (segments 1 to 4)."""
-        return sum(self.segment_token_bytes(head_dim)[:4])
+        return sum(self.stored_token_bytes(head_dim)[:4])
+
+    def stored_token_bytes(self, head_dim: int) -> tuple[int, int, int, int, int, int]:
+        """Bytes that one token adds to each of the six segments."""
+        keys, of_keys, values, of_values, score, position = self.segment_token_bytes(head_dim)
+        if self.values_are_keys:
+            values = of_values = 0
+        return keys, of_keys, values, of_values, score, position
 
     def segment_token_bytes(self, head_dim: int) -> tuple[int, int, int, int, int, int]:
-        """Bytes that one token takes in each of the six segments."""
+        """Bytes from one token to the next in each of the six segments."""
         metadata = METADATA_BYTES if self.is_quantized else 0
         key_metadata = metadata * self.key_groups
         if self.codes_whole_pages:
@@ -116,6 +128,18 @@ FORMATS: dict[str, PageFormat] = {
     )
 }
 
+LATENT_FORMATS: dict[str, PageFormat] = {
+    form.name: form
+    for form in (
+        PageFormat("latent16", 16, 16, values_are_keys=True),
+        PageFormat("latent8", 8, 8, values_are_keys=True),
+        PageFormat("latent4", 4, 4, values_are_keys=True),
+        PageFormat("latent_fp8", 8, 8, codec="float", values_are_keys=True),
+    )
+}
+"""Formats of latents. No setting names them: they stand in the place of the others for models that
+have latents."""
+
 
 def page_format(name: str) -> PageFormat:
     """Look a format up by its name, such as ``k8v4``."""
@@ -125,18 +149,40 @@ def page_format(name: str) -> PageFormat:
         raise ConfigError(f"no page format {name!r} (have {sorted(FORMATS)})") from None
 
 
+def stored_format(name: str) -> PageFormat:
+    """Look up the format of stored pages, latents included."""
+    return LATENT_FORMATS[name] if name in LATENT_FORMATS else page_format(name)
+
+
+def latent_format(form: PageFormat) -> PageFormat:
+    """The format of latents in the place of ``form``: its codec, with the more bits of the two.
+
+    Raises: ConfigError if pages of ``form`` are encoded whole, keys and values each in its own way
+    """
+    bits = max(form.key_bits, form.value_bits)
+    for latent in LATENT_FORMATS.values():
+        if (latent.codec, latent.key_bits) == (form.codec, bits):
+            return latent
+    raise ConfigError(
+        f"this model stores latents, which are keys and values at once, and pages of {form.name} "
+        "encode these in different ways: use another method, such as 'uniform:k4v4'"
+    )
+
+
 def align(count: int, step: int) -> int:
     """The smallest multiple of ``step`` that is not below ``count``."""
     return -(-count // step) * step
 
 
-def default_page_bytes(head_dim: int, *, on_disk: bool = False) -> int:
-    """Page size in which 32 tokens of K8V4 fill every byte (3,584 at head_dim 64).
+def default_page_bytes(
+    head_dim: int, *, on_disk: bool = False, form: PageFormat = FORMATS["k8v4"]
+) -> int:
+    """Page size in which 32 tokens of ``form`` fill every byte (3,584 at head_dim 64).
 
     On a disk the next multiple of what a disk reads: else nearly every page takes two of these.
     """
     grain = DISK_ALIGN_BYTES if on_disk else PAGE_ALIGN_BYTES
-    return align(32 * FORMATS["k8v4"].token_bytes(head_dim), grain)
+    return align(32 * form.token_bytes(head_dim), grain)
 
 
 @dataclass(frozen=True)
@@ -151,6 +197,10 @@ class PageLayout:
     Formats that are encoded page by page have ``[head_dim, 2]`` fp16 as metadata of keys: scale and
     zero of each channel. If they are balanced, ``[tokens]`` fp16, a scale of each token's key,
     follow there, and ``[head_dim]`` fp16, a scale of each channel, follow the metadata of values.
+
+    Where values are keys, the third and fourth segment are the first and second one. So whatever
+    reads values of such pages reads keys, and whatever writes both writes the same bytes twice.
+    Their keys lie token by token, as values do.
 
     With ``has_bias`` the fifth segment holds a logit bias of each token in place of its score:
     attention adds it to the scaled, capped logit. A token that stands for k equal ones has log k.
@@ -204,7 +254,15 @@ class PageLayout:
     def offsets(self) -> tuple[int, int, int, int, int, int]:
         """Byte offset of each segment inside the page."""
         ends = self._ends(self.tokens)
+        if self.format.values_are_keys:
+            return (0, ends[0], 0, ends[0], *ends[3:5])
         return (0, *ends[:5])
+
+    @property
+    def is_channel_major(self) -> bool:
+        """Whether keys are stored as [channel bytes, tokens]."""
+        form = self.format
+        return form.is_quantized and not form.values_are_keys and self.key_order == "channel"
 
     @property
     def token_scales(self) -> int:
@@ -246,7 +304,7 @@ class PageLayout:
     def _ends(self, tokens: int) -> tuple[int, int, int, int, int, int]:
         end, ends, dim = 0, list[int](), self.head_dim
         segments = zip(
-            self.format.segment_token_bytes(dim), self.format.segment_page_bytes(dim), strict=True
+            self.format.stored_token_bytes(dim), self.format.segment_page_bytes(dim), strict=True
         )
         for per_token, per_page in segments:
             end = align(end + tokens * per_token + per_page, ALIGN_BYTES)
@@ -261,8 +319,32 @@ class Geometry:
     layers: int
     kv_heads: int
     head_dim: int
+    has_latents: bool = False
+    """Whether the value of a token is its key: one latent for all heads (MLA)."""
 
     @property
     def head_rows(self) -> int:
         """One head row is one (layer, KV head) of one request."""
         return self.layers * self.kv_heads
+
+    @property
+    def gpu_group(self) -> int:
+        """Most query heads of a KV head that GPU kernels take; 0: they take no such heads."""
+        return next((most for dim, most in GPU_GROUPS.items() if self.head_dim <= dim), 0)
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers of keys and values of one token, in all head rows."""
+        return self.head_rows * self.head_dim * (1 if self.has_latents else 2)
+
+    def stored(self, form: PageFormat) -> PageFormat:
+        """The format in which pages of this model are stored where a setting says ``form``.
+
+        Raises: ConfigError as ``latent_format``
+        """
+        return latent_format(form) if self.has_latents else form
+
+    def page_bytes(self, *, on_disk: bool = False) -> int:
+        """The default size of a page (``default_page_bytes``)."""
+        form = self.stored(FORMATS["k8v4"])
+        return default_page_bytes(self.head_dim, on_disk=on_disk, form=form)

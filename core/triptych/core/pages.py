@@ -13,7 +13,6 @@ from triptych.core.layout import (
     Geometry,
     KeyOrder,
     PageLayout,
-    default_page_bytes,
     page_format,
 )
 from triptych.core.methods.learned_files import LearnedFile
@@ -93,9 +92,7 @@ class PagePlan:
             _check_selection(config, policy)
         plan = cls(
             geometry,
-            default_page_bytes(geometry.head_dim, on_disk=bool(config.pool.arena_path))
-            if page == "auto"
-            else page,
+            geometry.page_bytes(on_disk=bool(config.pool.arena_path)) if page == "auto" else page,
             default,
             share_pages=config.pool.share_pages,
             repeatable_prompts=config.pool.repeatable_prompts,
@@ -153,6 +150,8 @@ class PagePlan:
         for name in ("fp16", self.policy.high_format, self.policy.low_format):
             if name is not None:
                 self._layout(name)
+        if self.geometry.has_latents:
+            _check_latents(self)
         if self.codes_whole_pages and (
             not self.high.tokens or self.high.tokens % self.recent.tokens
         ):
@@ -182,7 +181,8 @@ class PagePlan:
     @cached_property
     def raw(self) -> PageLayout:
         """Layout of 16-bit pages."""
-        return PageLayout(FORMATS["fp16"], self.geometry.head_dim, self.page_bytes)
+        raw = self.geometry.stored(FORMATS["fp16"])
+        return PageLayout(raw, self.geometry.head_dim, self.page_bytes)
 
     @cached_property
     def recent(self) -> PageLayout:
@@ -190,7 +190,7 @@ class PagePlan:
         bits."""
         if not self.compresses:
             return self.raw
-        form, dim = page_format(RECENT_FORMAT), self.geometry.head_dim
+        form, dim = self.geometry.stored(page_format(RECENT_FORMAT)), self.geometry.head_dim
         whole = PageLayout(form, dim, self.page_bytes, "token")
         parts = RECENT_PARTS
         while parts > 1 and (
@@ -436,7 +436,7 @@ class PagePlan:
         return self.high.pages(tokens) + mixed
 
     def _layout(self, name: str) -> PageLayout:
-        form, dim = page_format(name), self.geometry.head_dim
+        form, dim = self.geometry.stored(page_format(name)), self.geometry.head_dim
         return PageLayout(form, dim, self.page_bytes, self.key_order)
 
     def stored_bytes(self, recent: int, encoded: int) -> int:
@@ -448,7 +448,25 @@ class PagePlan:
 
     def raw_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of ``tokens`` tokens in 16 bits, without page overhead."""
-        return tokens * self.geometry.head_rows * self.geometry.head_dim * 4
+        return 2 * tokens * self.geometry.token_numbers
+
+
+def _check_latents(plan: PagePlan) -> None:
+    """Raise ConfigError for methods that treat keys and values of a token in different ways."""
+    policy = plan.policy
+    parts = (policy,) if policy.images is None else (policy, policy.images)
+    if any(part.merger or part.scorer for part in parts):
+        raise ConfigError(
+            f"compressor.policy={policy.name}: this model stores latents, which are keys and "
+            "values at once, and learned networks read and merge these apart: use a method "
+            "without them"
+        )
+    if plan.low is not None and plan.low.format == plan.high.format:
+        raise ConfigError(
+            f"compressor.low_format={policy.low_format}: this model stores latents, whose format "
+            f"is then {plan.low.format.name}, as with high_format={policy.high_format}: use one "
+            "with fewer bits, such as 'k4v2'"
+        )
 
 
 def _check_selection(config: AppConfig, policy: Policy) -> None:

@@ -78,6 +78,7 @@ def make_plan(config: AppConfig) -> AppPlan:
     template = read_chat_template(config.model.chat_template)
     path = resolve(config.model.name)
     facts, vision = describe(path), describe_vision(path)
+    facts.check_heads(config)
     open_tokenizer(path)  # writes the cached tokenizer that the ingress loads
     profile, one = find_profile(config, facts), shard_of(config, 0)
     learned = find_networks(config, facts)

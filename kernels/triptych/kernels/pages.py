@@ -121,14 +121,9 @@ def check_page_bytes(page_bytes: int, layout: PageLayout) -> None:
         )
 
 
-def is_channel_major(layout: PageLayout) -> bool:
-    """Whether keys are stored as [channel bytes, tokens]; only quantized keys can be."""
-    return layout.format.is_quantized and layout.key_order == "channel"
-
-
 def _tokens_first(part: Tensor, layout: PageLayout) -> Tensor:
     part = _coded(part, layout.format.key_bits)
-    if is_channel_major(layout):
+    if layout.is_channel_major:
         return _split(part, -1, layout.tokens).transpose(1, 2)
     return _split(part, layout.tokens, -1)
 

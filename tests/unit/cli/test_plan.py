@@ -109,7 +109,12 @@ def test_a_model_is_planned_from_its_config_alone(run: Run, tmp_path: Path) -> N
     code, out, _ = run(*asked, "--memory", "64MiB")
     data = json.loads(out)
     assert code == 0
-    assert data["geometry"] == {"layers": 2, "kv_heads": 2, "head_dim": 16}
+    assert data["geometry"] == {
+        "layers": 2,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "has_latents": False,
+    }
     assert data["weights_bytes"] == 2 * data["parameters"] > 0
     assert data["per_pool"]["capacity_bytes"] == 64 << 20
     code, out, _ = run(*asked, "--gpus", "2", "--gpu-memory", "1GiB")

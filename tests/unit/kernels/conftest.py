@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
+from triptych.core.layout import (
+    FORMATS,
+    KeyOrder,
+    PageLayout,
+    default_page_bytes,
+    stored_format,
+)
 from triptych.kernels import Section, load_tokens, move_tokens, store_tokens
 
 
@@ -68,13 +74,16 @@ class Cache:
         """
         form, _, divided = name.partition("/")
         parts = int(divided or 1)
-        layout = PageLayout(FORMATS[form], self.head_dim, self.page_bytes, order, parts, has_bias)
+        layout = PageLayout(
+            stored_format(form), self.head_dim, self.page_bytes, order, parts, has_bias
+        )
         if layout.format.codes_whole_pages:
             counts = [[layout.pages(n) * layout.tokens for n in row] for row in counts]
         tokens = torch.tensor(counts, dtype=torch.int32)
         longest = max(1, int(tokens.max()))
         pages = torch.full((*tokens.shape, layout.pages(longest)), 2**30, dtype=torch.int32)
         key, value = vectors or torch.randn(2, *tokens.shape, longest, self.head_dim)
+        value = key if layout.format.values_are_keys else value
         shape = (*tokens.shape, longest)
         bias = torch.randn(shape) * 2 if has_bias else torch.zeros(shape)
         for slot, row in enumerate(counts):

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.moves import ALONE, PAIRS, USUAL, random_moves
+from tests.moves import ALONE, LATENTS, PAIRS, USUAL, random_moves
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
+from triptych.core.layout import KeyOrder, PageLayout, default_page_bytes, stored_format
 from triptych.kernels import (
     NUMERICS_VERSION,
     append_tokens,
@@ -34,7 +34,7 @@ SMALL = [("fp16", "k8v8/8"), ("k8v8/8", "k8v4"), ("k8v8/8", "k4v2/2"), ("k8v8/4"
 
 
 def layout_of(name: str, head_dim: int, order: KeyOrder) -> PageLayout:
-    return PageLayout(FORMATS[name], head_dim, default_page_bytes(head_dim), order)
+    return PageLayout(stored_format(name), head_dim, default_page_bytes(head_dim), order)
 
 
 def scattered(layout: PageLayout, first_page: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +56,7 @@ def awkward_vectors(head_dim: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [*ALONE, *LATENTS])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stored_tokens_load_as_the_quantizer_decodes_them(
     backend: str, name: str, head_dim: int, order: KeyOrder, dtype: torch.dtype
@@ -65,6 +65,7 @@ def test_stored_tokens_load_as_the_quantizer_decodes_them(
     table, pages, rows = scattered(layout, 3)
     arena = torch.full((3 + table.numel(), layout.page_bytes), 0xFF, dtype=torch.uint8)
     key, value = awkward_vectors(head_dim, dtype), awkward_vectors(head_dim, dtype)
+    value = key if layout.format.values_are_keys else value
     positions = torch.randint(0, 10**6, (TOKENS,), dtype=torch.int32)
     scores = torch.rand(TOKENS, HEADS)
     store_tokens.on(backend)(arena, layout, key, value, pages, rows, positions, scores)
@@ -87,7 +88,7 @@ def test_stored_tokens_load_as_the_quantizer_decodes_them(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [*ALONE, *LATENTS])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_storing_changes_only_the_given_slots(backend: str, name: str, order: KeyOrder) -> None:
     layout = layout_of(name, 64, order)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.moves import ALONE
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS, KeyOrder
+from triptych.core.layout import FORMATS, LATENT_FORMATS, KeyOrder
 from triptych.kernels import Section, decode_attention
 from triptych.kernels.pages import segments
 
@@ -59,7 +59,7 @@ def check(backend: str, cache: Any, query: Tensor, stored: Sequence[Any], **opti
 
 @pytest.mark.parametrize("order", ["token", "channel"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *LATENT_FORMATS])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_over_pages_equals_dense_attention_over_decoded_tokens(
     backend: str, name: str, head_dim: int, order: KeyOrder, new_cache: NewCache
@@ -67,6 +67,16 @@ def test_attention_over_pages_equals_dense_attention_over_decoded_tokens(
     cache = new_cache(head_dim)
     stored = cache.fill(name, [[1, 1], [40, 97], [113, 32]], order=order)
     check(backend, cache, torch.randn(3, 6, head_dim), [stored])
+
+
+@pytest.mark.parametrize("name", LATENT_FORMATS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_of_deepseek_v2_lite_read_latents_of_its_size(
+    backend: str, name: str, new_cache: NewCache
+) -> None:
+    cache = new_cache(512 + 64)
+    stored = [cache.fill(f"{name}{parts}", [[40], [97]]) for parts in ("", "/8")]
+    check(backend, cache, torch.randn(2, 16, 512 + 64), stored)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 16])

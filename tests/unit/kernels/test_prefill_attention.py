@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE
+from tests.moves import ALONE, LATENTS
 from triptych.kernels import Past, prefill_attention, significance_of
 
 BACKENDS = [name for name in prefill_attention.backends if name != "cuda"]
@@ -277,7 +277,7 @@ def test_chunks_hardly_change_the_16_bits_of_a_token(cuts: list[int], new_cache:
 
 
 @pytest.mark.parametrize("window", [0, 25])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [*ALONE, *LATENTS])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_heads_of_a_compressed_past_can_have_different_tokens(
     backend: str, name: str, window: int, new_cache: NewCache

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE
+from tests.moves import ALONE, LATENTS
 from triptych.core.layout import KeyOrder
 from triptych.kernels import decode_attention, score_tokens
 from triptych.kernels.pages import segments
@@ -92,7 +92,7 @@ def test_scores_grow_by_the_largest_weight_of_the_group(
 
 @pytest.mark.parametrize("order", ["token", "channel"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [*ALONE, *LATENTS])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_format_can_be_scored(
     backend: str, name: str, head_dim: int, order: KeyOrder, new_cache: NewCache

@@ -170,10 +170,10 @@ def _fit(plan: AppPlan, load: Load, profile: Profile | None) -> Fit:
     token_bytes = pages.page_bytes * rows / pages.high.tokens
     model, tokens = ByteModel(pages), (load.prompt_tokens, load.answer_tokens)
     estimate = model.estimate_in_parts(*tokens) or model.estimate(*tokens)
-    low = pages.policy.low_format
+    low = pages.low
     return Fit(
         policy=pages.policy.name,
-        formats=pages.policy.high_format + (f"+{low}" if low else ""),
+        formats=pages.high.format.name + (f"+{low.format.name}" if low else ""),
         page_bytes=pages.page_bytes,
         pages=plan.pool_pages,
         tokens_per_page=pages.high.tokens,

@@ -193,6 +193,7 @@ def known_of(config: AppConfig) -> "tuple[ModelFacts, AppPlan] | tuple[None, Non
     except ModelNotFetched:
         return None, None
     facts = describe(path)
+    facts.check_heads(config)
     open_tokenizer(path)
     context = config.context_tokens(facts.context_tokens)
     profile = find_profile(config, facts)

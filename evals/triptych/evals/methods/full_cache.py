@@ -134,8 +134,7 @@ class TransformersRunner:
 
     def full_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of this many tokens in 16 bits."""
-        geometry = self.facts.geometry
-        return tokens * geometry.head_rows * geometry.head_dim * 4
+        return 2 * tokens * self.facts.geometry.token_numbers
 
     @torch.inference_mode()
     def run(self, case: Case, edit: EditCache) -> tuple[Tensor | None, tuple[int, ...]]:

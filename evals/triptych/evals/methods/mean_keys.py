@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
+from triptych.core.layout import Geometry
 from triptych.evals.methods.full_cache import TransformersRunner
 
 
@@ -24,7 +26,19 @@ def mean_keys(runner: TransformersRunner, texts: Iterable[Sequence[int]]) -> Ten
     for text in texts:
         cache = DynamicCache(config=runner.model.config)
         cast("Any", runner.model)(torch.tensor([list(text)]), past_key_values=cache)
-        keys = torch.stack([cast("Any", layer).keys[0, :, 1:] for layer in cache.layers])
+        keys = torch.stack([_keys(layer, runner.facts.geometry)[:, 1:] for layer in cache.layers])
         total = keys.sum(2) if count == 0 else total + keys.sum(2)
         count += keys.shape[2]
     return total / count
+
+
+def _keys(layer: object, geometry: Geometry) -> Tensor:
+    """Keys of a layer of transformers' cache, [kv_heads, tokens, head_dim], as pages store them.
+
+    Where a model has latents, the cache has the rotated parts of keys in the place of values.
+    """
+    keys = cast("Any", layer).keys[0]
+    if not geometry.has_latents:
+        return keys
+    keys = torch.cat((keys, cast("Any", layer).values[0]), dim=-1)
+    return F.pad(keys, (0, geometry.head_dim - keys.shape[-1]))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from triptych.core.handles import KVHandle
-from triptych.core.layout import PageLayout, page_format
+from triptych.core.layout import PageLayout, stored_format
 from triptych.core.pages import PagePlan
 from triptych.evals.data.cases import Footprint
 
@@ -23,7 +23,7 @@ def of_handle(handle: KVHandle, plan: PagePlan) -> Footprint:
     runs = [
         (
             PageLayout(
-                page_format(run.format), plan.geometry.head_dim, plan.page_bytes, parts=run.parts
+                stored_format(run.format), plan.geometry.head_dim, plan.page_bytes, parts=run.parts
             ),
             np.frombuffer(run.tokens, "<i4").tolist(),
         )

@@ -28,7 +28,6 @@ from triptych.kernels.pages import (
     check_moves,
     check_whole_pages,
     check_written_alone,
-    is_channel_major,
 )
 
 
@@ -248,7 +247,7 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
     """A layout as the words of ``codec_numba.Form``."""
     form, offsets = layout.format, layout.offsets
     key_bytes, _, value_bytes, _, _, _ = form.segment_token_bytes(layout.head_dim)
-    key_strides = (layout.tokens, 1) if is_channel_major(layout) else (1, key_bytes)
+    key_strides = (layout.tokens, 1) if layout.is_channel_major else (1, key_bytes)
     kind = FLOAT8 if form.has_float_codes else RANGE
     key_kind = BY_CHANNEL if form.codes_whole_pages else kind
     scales = (layout.token_scales, layout.channel_scales) if form.is_balanced else (0, 0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.head_budgets import BUDGET_STEPS
-from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
+from triptych.core.layout import LATENT_FORMATS, PageLayout, default_page_bytes, stored_format
 from triptych.kernels.bench import flash_attention
 from triptych.kernels.codec import gpu as codec
 from triptych.kernels.compact import Retirement
@@ -31,6 +31,8 @@ from triptych.kernels.served_layouts import ServedLayouts, served_layouts
 from triptych.kernels.triton.launch import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
+LATENT_DIM = 512 + 64
+"""Size of DeepSeek's latents, with the rotated part of a key."""
 MOVED_DIMS = (64, 128)
 """Head sizes of moves between all pairs of layouts, which are many."""
 MAIN = "diffkv"
@@ -66,7 +68,7 @@ def all_variants() -> dict[tuple[str, str], Launch]:
     """Launches of all kernels by kernel and variant, without duplicates."""
     planned = chain(
         _decode(), _scores(), _select(), _prefill(), _codec(), _compact(), _pointwise(), _draw(),
-        [("d128 bf16", [flash_attention.plan()])],
+        _latents(), [("d128 bf16", [flash_attention.plan()])],
     )  # fmt: skip
     made, seen = dict[tuple[str, str], Launch](), set[str]()
     for variant, launch in ((name, launch) for name, many in planned for launch in many):
@@ -204,8 +206,7 @@ def _prefill() -> Iterator[Planned]:
         sinks = _meta(8 * kind.group, dtype=torch.float32) if kind is RICH else None
         past = None
         if name is not None:
-            layout = PageLayout(FORMATS[name], dim, default_page_bytes(dim), "token")
-            past = Past(_arena(dim), layout, _meta(2, 8, 300), _meta(2, 8))
+            past = Past(_arena(dim), _layout(name, dim), _meta(2, 8, 300), _meta(2, 8))
         yield (
             f"{f'past {name}' if name else 'alone'} d{dim} {kind}",
             prefill.plan(
@@ -311,6 +312,45 @@ def _draw() -> Iterator[Planned]:
     yield "greedy", [draw.plan_draw(logits, None, out)]
 
 
+def _latents() -> Iterator[Planned]:
+    """Attention of 16 heads over latents, and their encoding."""
+    dim, mix = LATENT_DIM, tuple(LATENT_FORMATS)
+    arena = _arena(dim)
+
+    def section(name: str) -> Section:
+        return Section(_layout(name, dim), _meta(4, 1, 300), _meta(4, 1))
+
+    for kind in (Kind(group=16), Kind(torch.float32, group=16)):
+        query = _meta(4, kind.group, dim, dtype=kind.dtype)
+        key, exact = query[:, :1], query.float()
+        lse = _meta(4, kind.group, dtype=torch.float32)
+        variant = f"latents d{dim} {kind}"
+        cache = [section(name) for name in mix]
+        options = (_meta(4), 0.1, 0, 0.0, _meta(4))
+        yield variant, decode.plan(query, arena, cache, *options, lse, None, exact)
+        scored = (_meta(4), lse, 0.1, 0, 0.0, _meta(4), 1.0, None)
+        if kind.dtype != torch.float32:
+            yield variant, decode.plan_scores(query, arena, cache, *scored)
+        past = Past(arena, _layout("latent8", dim), _meta(2, 1, 300), _meta(2, 1))
+        sums = _meta(2, kind.group, 200, dtype=torch.float32)
+        given = (query, key, key, [0, 1, 4])
+        yield variant, prefill.plan(*given, 0.1, 0, 0.0, None, past, sums, (), query)
+        turned = exact, exact[:, :1], exact[:, :1]
+        yield (
+            variant,
+            [
+                pointwise.plan_rotate_kv(query, key, key, exact[0, :1], *turned),
+                pointwise.plan_rotate_back(exact, query),
+            ],
+        )
+    for name in mix:
+        given, three = _meta(4, 1, dim, dtype=torch.bfloat16), (_meta(4), _meta(4), _meta(4))
+        yield f"{name} d{dim}", codec.plan_append(arena, section(name), given, given, *three)
+        moves = _meta(4), _meta(4, 1, 16), _meta(4, 1, 16)
+        moved = codec.plan_moves(arena, section("latent16"), section(name), *moves)
+        yield f"latent16>{name} d{dim}", moved
+
+
 def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -325,6 +365,10 @@ def _arena(dim: int) -> Tensor:
 
 def _arena_of(served: ServedLayouts) -> Tensor:
     return _pages(served.plan.high)
+
+
+def _layout(name: str, dim: int) -> PageLayout:
+    return PageLayout(stored_format(name), dim, default_page_bytes(dim), "token")
 
 
 def _pages(layout: PageLayout) -> Tensor:

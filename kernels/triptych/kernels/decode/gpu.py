@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
+from triptych.core.layout import GPU_GROUPS, Geometry
 from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, record_rows, score_run
 from triptych.kernels.decode.reference import scored_sections
 from triptych.kernels.page_lists import PageLists, check_page_lists
@@ -44,10 +45,15 @@ class Tile:
         return self.warps, self.stages
 
 
-TILES = {96: Tile(32, 2, 3), 128: Tile(64, 4, 3), 256: Tile(32, 4, 3)}
+TILES = {96: Tile(32, 2, 3), 128: Tile(64, 4, 3), 256: Tile(32, 4, 3), 576: Tile(16, 8, 2)}
 """Tile by largest head size; chosen so that no format spills registers and at least 40 KiB are in
 flight on each multiprocessor of an H100."""
-PAGE_TILES = {96: Tile(16, 1, 1), 128: Tile(16, 1, 1), 256: Tile(16, 2, 1)}
+PAGE_TILES = {
+    96: Tile(16, 1, 1),
+    128: Tile(16, 1, 1),
+    256: Tile(16, 2, 1),
+    576: Tile(16, 8, 1),
+}
 """Tile of 16-bit pages beside quantized ones, which are read page by page: one warp needs no
 barriers, and many of them hide the latency of memory better than copies ahead of time do."""
 PAGE_REGISTERS = {False: 128, True: 168}
@@ -55,10 +61,17 @@ PAGE_REGISTERS = {False: 128, True: 168}
 multiprocessor. On an H200 128 take 0.75 of the time that 255 take, although they spill."""
 PAGE_SPILLS = 512
 """Bytes of these registers that may spill."""
+WIDE_DIM = 256
+"""Channels of a head above which programs share the query heads of a KV head."""
+WIDE_GROUP = 8
+"""Most query heads of such a program: the outputs of more do not fit in its registers."""
+WIDE_SPILLS = 2048
+"""Bytes of its registers that may spill: on an sm_90 120 with 16-bit queries, 1,752 with float32
+ones. These kernels were compiled and interpreted, and did not run on a GPU."""
+MAX_WARPS = 8
+"""Most warps of a program: each thread may then have 255 registers."""
 MIN_COLUMNS = 8
 """Fewest columns of a product on NVIDIA's tensor cores."""
-MAX_GROUP = 32
-"""Most query heads of a KV head; one program handles them all."""
 WARPS_PER_PROCESSOR = 16
 """Enough to hide the latency of memory, few enough that merging stays cheap."""
 MAX_RUNS = 128
@@ -138,6 +151,7 @@ def plan(
     out: Tensor,
 ) -> list[Launch]:
     """The launches of ``decode_attention``: one for all sections, and one that merges runs."""
+    sections, page_lists = _shared(query, sections, page_lists)
     is_paged = any(section.layout.format.is_quantized for section in sections)
     prepared = _prepare(
         "decode_attention", query, arena, sections, slots, window, positions, lse, is_paged
@@ -173,6 +187,34 @@ def plan(
     merge = {"DIM": dim, "WIDE": power_of_two(dim), "RUNS": power_of_two(total), "STEP": 16}
     merged = (partial, peaks, sums, out, lse, total)
     return [attend, Launch(merge_runs, (rows * heads,), merged, merge, stages=1)]
+
+
+def _shared(
+    query: Tensor, sections: Sequence[Section], page_lists: PageLists | None
+) -> tuple[Sequence[Section], PageLists | None]:
+    """The pages of one wide KV head as those of several, which share its query heads.
+
+    Tables are expanded without a copy.
+    """
+    _, heads, dim = query.shape
+    if dim <= WIDE_DIM or sections[0].tokens.shape[1] > 1:
+        return sections, page_lists
+    parts = next(count for count in range(-(-heads // WIDE_GROUP), heads + 1) if heads % count == 0)
+    sections = [
+        replace(
+            section,
+            pages=section.pages.expand(-1, parts, -1),
+            tokens=section.tokens.expand(-1, parts),
+        )
+        for section in sections
+    ]
+    if page_lists is not None:
+        page_lists = replace(
+            page_lists,
+            ordinals=page_lists.ordinals.expand(-1, parts, -1),
+            counts=page_lists.counts.expand(-1, parts),
+        )
+    return sections, page_lists
 
 
 def plan_scores(
@@ -251,6 +293,8 @@ class Prepared:
     @property
     def registers(self) -> tuple[int, int]:
         """Most registers of a thread, and bytes of them that may spill."""
+        if self.query.shape[2] > WIDE_DIM:
+            return 255, WIDE_SPILLS
         if not self.is_paged or self.tile.warps > 1:
             return 255, 0
         return PAGE_REGISTERS[self.query.dtype == torch.float32], PAGE_SPILLS
@@ -287,10 +331,10 @@ def _prepare(
     check_device(name, query, arena, slots, positions, lse)
     if window > 0 and positions is None:
         raise ConfigError(f"{name}: a window needs the positions of the queries")
-    if dim > max(TILES) or heads > kv_heads * MAX_GROUP or heads % kv_heads:
+    if heads > kv_heads * Geometry(1, kv_heads, dim).gpu_group or heads % kv_heads:
         raise ConfigError(
             f"{name}: head_dim {dim}, {heads} query heads on {kv_heads} KV heads: GPU kernels take "
-            f"head_dim up to {max(TILES)} and groups of equal size up to {MAX_GROUP}"
+            f"groups of equal size, the largest by head_dim: {GPU_GROUPS}"
         )
     if lse is not None and not (
         lse.shape == (rows, heads) and lse.dtype == torch.float32 and lse.is_contiguous()
@@ -322,7 +366,7 @@ def tile_of(dim: int, group: int, is_paged: bool) -> Tile:
     """The tile for vectors of ``dim`` channels and ``group`` query heads per KV head."""
     if is_paged:
         tile = next(PAGE_TILES[size] for size in PAGE_TILES if dim <= size)
-        return replace(tile, warps=tile.warps * max(1, power_of_two(group) // 8))
+        return replace(tile, warps=min(MAX_WARPS, tile.warps * max(1, power_of_two(group) // 8)))
     tile = next(TILES[size] for size in TILES if dim <= size)
     return tile if group <= 16 else replace(tile, tokens=32)
 

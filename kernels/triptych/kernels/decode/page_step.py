@@ -15,7 +15,6 @@ from llvmlite import ir
 from triptych.core.layout import PageLayout
 from triptych.kernels.codegen.native import compile_function, vector_lanes
 from triptych.kernels.codegen.simd import FLOAT, HALF, I32, I64, POINTER, Emitter, Value, vector
-from triptych.kernels.pages import is_channel_major
 
 CACHE_LINE = 64
 LOG2_E = 1.4426950408889634
@@ -120,7 +119,7 @@ class _PageStepEmitter:
     def emit(self) -> None:
         if self.layout.format.codes_whole_pages:
             self._scale_query()
-        if is_channel_major(self.layout):
+        if self.layout.is_channel_major:
             self._logits_by_channel()
         else:
             self._logits_by_token()

@@ -42,11 +42,16 @@ class Block:
         return self.warps, self.stages
 
 
-BLOCKS = {64: Block(128, 64, 8), 128: Block(64, 32, 8), 256: Block(64, 32, 8)}
+BLOCKS = {
+    64: Block(128, 64, 8),
+    128: Block(64, 32, 8),
+    256: Block(64, 32, 8),
+    576: Block(16, 16, 8, 1),
+}
 """Block by largest head size; chosen so that no format spills registers."""
 WARP_GROUP_BLOCKS = BLOCKS | {128: Block(128, 64, 8)}
 """The same where warps multiply in groups, which takes fewer registers."""
-EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1)}
+EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1), 576: Block(16, 16, 8, 1)}
 """Blocks for float32, which tensor cores do not multiply exactly."""
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.page_lists import PageLists
-from triptych.kernels.pages import Section, is_channel_major
+from triptych.kernels.pages import Section
 from triptych.kernels.triton.launch import Argument, has_asm, power_of_two
 
 MIN_DOT = 16
@@ -106,7 +106,7 @@ def _form_of(layout: PageLayout, has_asm: bool) -> Form:
     key_units, value_units = (
         dim * bits // 8 if bits < 16 else dim for bits in (form.key_bits, form.value_bits)
     )
-    key_strides = (1, layout.tokens) if is_channel_major(layout) else (key_units, 1)
+    key_strides = (1, layout.tokens) if layout.is_channel_major else (key_units, 1)
     return Form(
         page_bytes=layout.size_bytes,
         parts=layout.parts,

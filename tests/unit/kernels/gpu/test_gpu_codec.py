@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE, PAIRS, WHOLE, random_moves, whole_moves
+from tests.moves import ALONE, LATENTS, PAIRS, WHOLE, random_moves, whole_moves
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
+from triptych.core.layout import KeyOrder, PageLayout, default_page_bytes, stored_format
 from triptych.kernels import (
     append_tokens,
     load_tokens,
@@ -18,14 +18,14 @@ from triptych.kernels import (
 )
 
 TOKENS, HEADS = 37, 2
-WAYS = [(64, "token", name) for name in ALONE] + [
+WAYS = [(64, "token", name) for name in (*ALONE, *LATENTS)] + [
     *product((64,), ("channel",), ("k8v4", "k4v2")),
     *product((16, 96, 128, 256), ("token",), ("fp16", "k8v8", "k4v2")),
 ]
 
 
 def layout_of(name: str, head_dim: int, order: KeyOrder) -> PageLayout:
-    return PageLayout(FORMATS[name], head_dim, default_page_bytes(head_dim), order)
+    return PageLayout(stored_format(name), head_dim, default_page_bytes(head_dim), order)
 
 
 def scattered(layout: PageLayout, first_page: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,6 +57,7 @@ def test_storing_writes_the_bytes_of_the_reference_and_loading_reads_them(
     (got,) = device.take(want.clone())
     wide = awkward_vectors(2 * head_dim, dtype)
     key, value = wide[..., :head_dim], wide[..., head_dim:]
+    value = key if layout.format.values_are_keys else value
     positions = torch.randint(0, 10**6, (TOKENS,), dtype=torch.int32)
     scores = torch.rand(TOKENS, HEADS) if order == "token" else None
     store_tokens.on("reference")(want, layout, key, value, pages, rows, positions, scores)

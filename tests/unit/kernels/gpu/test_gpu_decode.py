@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE
+from tests.moves import ALONE, LATENTS
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder
 from triptych.kernels import Section, decode_attention
@@ -58,6 +58,7 @@ def backward(section: Section) -> Section:
     [
         *((name, 64, "token") for name in FORMATS),
         *((name, 96, "channel") for name in FORMATS),
+        *((name, 96, "channel") for name in LATENTS),
         ("k8v4", 16, "token"),
         ("k4v2", 128, "token"),
         ("fp16", 256, "channel"),
@@ -70,6 +71,20 @@ def test_attention_over_pages_equals_dense_attention_over_decoded_tokens(
     cache = new_cache(head_dim, pages=30)
     stored = cache.fill(name, [[1, 33], [70, 5]], order=order)
     check(device, torch.randn(2, 6, head_dim), cache.arena, [stored.section])
+
+
+@pytest.mark.parametrize("heads", [16, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_latents_are_read_by_programs_that_share_their_heads(
+    heads: int, dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(512 + 64, pages=30)
+    stored = [
+        cache.fill("latent8/8", [[3], [20]]).section,
+        backward(cache.fill("latent4", [[33], [1]]).section),
+        cache.fill("latent16", [[1], [17]]).section,
+    ]
+    check(device, torch.randn(2, heads, 512 + 64).to(dtype), cache.arena, stored)
 
 
 @pytest.mark.parametrize("name", ALONE)

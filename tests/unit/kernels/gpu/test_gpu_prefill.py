@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE
+from tests.moves import ALONE, LATENTS
 from triptych.core.errors import ConfigError
 from triptych.kernels import Past, prefill_attention
 
@@ -67,7 +67,7 @@ def check(
         torch.testing.assert_close(plain, got, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256, 576])
 def test_each_sequence_attends_to_itself_causally(head_dim: int, device: Any) -> None:
     check(device, RAGGED, 4, 2, head_dim, also_plain=True)
 
@@ -136,7 +136,7 @@ def test_sinks_take_part_in_the_softmax_and_have_no_value(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {"also_plain": True}) for name in ALONE),
+        *((name, {"also_plain": True}) for name in (*ALONE, *LATENTS)),
         ("k4v2", {"window": 25}),
         ("fp16", {"softcap": 2.0}),
     ],
@@ -185,9 +185,9 @@ def test_without_new_tokens_the_output_is_empty(device: Any) -> None:
 
 
 def test_unsupported_inputs_are_an_error(device: Any) -> None:
-    (wide,) = device.take(torch.randn(4, 2, 320))
+    (wide,) = device.take(torch.randn(4, 2, 640))
     attend = prefill_attention.on("cuda")
-    with pytest.raises(ConfigError, match="head_dim 320"):
+    with pytest.raises(ConfigError, match="head_dim 640"):
         attend(*_tables(wide), [0, 4], scale=0.1)
     with pytest.raises(ConfigError, match="float64"):
         attend(*_tables(wide[..., :64].double()), [0, 4], scale=0.1)

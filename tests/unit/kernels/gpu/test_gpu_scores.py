@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE
+from tests.moves import ALONE, LATENTS
 from triptych.core.errors import ConfigError
 from triptych.kernels import Section, decode_attention, record_scores, score_tokens
 
@@ -45,7 +45,7 @@ def check(
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", [*ALONE, *LATENTS])
 def test_scores_grow_by_the_largest_weight_of_the_group(
     name: str, head_dim: int, device: Any, new_cache: NewCache
 ) -> None:

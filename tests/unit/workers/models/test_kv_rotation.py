@@ -58,6 +58,24 @@ def test_attention_is_that_of_the_model(dim: int, dtype: torch.dtype) -> None:
         assert torch.allclose(mixed.float(), want, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
+def test_latents_are_rotated_and_centred_as_keys_and_as_values_alike() -> None:
+    geometry = Geometry(layers=2, kv_heads=1, head_dim=48, has_latents=True)
+    packed = torch.randn(2, 1, 48).mul(4).half().numpy().tobytes()
+    coordinates = Coordinates.of(KVRotation(rotated=True, key_centre=packed), geometry)
+    assert coordinates is not None
+    query, latent = torch.randn(11, 6, 48), torch.randn(11, 1, 48)
+
+    def same(layer: int, query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
+        assert key is value
+        return dense(layer, query, key, value, *rest)
+
+    for layer in range(2):
+        traits = LayerTraits(scale=0.2)
+        mixed = coordinates.around(same)(layer, query, latent, latent, traits)
+        want = dense(layer, query, latent, latent, traits)
+        assert torch.allclose(mixed, want, atol=1e-5)
+
+
 def test_the_centre_is_what_pages_do_not_hold() -> None:
     seen = list[Tensor]()
 

@@ -19,6 +19,7 @@ from triptych.workers.models.architecture.rope_limits import fix_rope
 from triptych.workers.models.architecture.text_part import renamings, text_part
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.early_exit import Exits
+from triptych.workers.models.latent_attention import on_latents, read_latents
 from triptych.workers.models.pretrained import read_config, read_weights, readable
 from triptych.workers.models.store.checkpoint_files import stored_weights
 from triptych.workers.models.traits import ModelTraits
@@ -44,13 +45,16 @@ class HFModel:
     """As observed: some models have their window only in a mask."""
     head_dim: int
     """Size of keys and values in pages; zeros after smaller ones change no score."""
+    has_latents: bool
+    """Whether values are the first numbers of keys. Then pages store keys alone."""
     can_exit = False
 
     @classmethod
     def read(cls, path: Path, traits: ModelTraits, dtype: DType, device: str) -> "HFModel":
         """Raises: ModelError for what cannot be loaded, or mixes tokens outside of attention"""
         model = read_model(path, dtype, device)
-        loaded = cls(model, traits.layers, traits.geometry.head_dim)
+        geometry = traits.geometry
+        loaded = cls(model, traits.layers, geometry.head_dim, geometry.has_latents)
         with readable(path, "cannot run on a ragged batch"):
             check_network(path, loaded.model, loaded)
         return loaded
@@ -81,11 +85,12 @@ class HFModel:
         def attend_padded(
             layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
         ) -> Tensor:
+            stored = self._padded(key)
             mixed = attend(
                 layer,
                 self._padded(query),
-                self._padded(key),
-                self._padded(value),
+                stored,
+                stored if self.has_latents else self._padded(value),
                 self.layers[layer],
                 None if sinks is None else sinks.float(),
             )
@@ -129,6 +134,7 @@ def read_model(
     quantized = None if scheme_of(path) is None else open_weights(path)
     model = read_weights(path, text, dtype, device, attention, names, quantized)
     fix_rope(model, text)
+    read_latents(model, ATTENTION)
     return model
 
 
@@ -150,4 +156,6 @@ def _attention(
     return _attend.get()(layer, query, key, value, s_aux).unsqueeze(0), None
 
 
-AttentionInterface.register(ATTENTION, _attention)  # pyright: ignore[reportUnknownMemberType]
+AttentionInterface.register(  # pyright: ignore[reportUnknownMemberType]
+    ATTENTION, on_latents(_attention)
+)

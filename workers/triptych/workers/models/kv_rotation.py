@@ -41,7 +41,8 @@ class Coordinates:
         if kv_rotation.key_centre:
             packed = np.frombuffer(kv_rotation.key_centre, "<f2").astype(np.float32)
             centre = torch.from_numpy(packed).view(shape)
-        return cls((centre @ hadamard(geometry.head_dim)).to(device))
+        kind = LatentCoordinates if geometry.has_latents else cls
+        return kind((centre @ hadamard(geometry.head_dim)).to(device))
 
     def around(self, attend: Attend) -> Attend:
         """``attend`` with rotated queries, keys and values."""
@@ -61,3 +62,25 @@ class Coordinates:
         rotated = rotate_kv(query, key, value, self.centre[layer])
         mixed = attend(layer, *rotated, traits, sinks)
         return rotate_back(mixed, query.dtype)
+
+
+class LatentCoordinates(Coordinates):
+    """Coordinates of a model whose values are its keys: values are centred too.
+
+    Weights of attention add up to 1, so that the centre is added to the output.
+    """
+
+    def _attend(
+        self,
+        attend: Attend,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        centre = self.centre[layer]
+        rotated_query, latent, _ = rotate_kv(query, key, key, centre)
+        mixed = attend(layer, rotated_query, latent, latent, traits, sinks)
+        return rotate_back(mixed + centre, query.dtype)

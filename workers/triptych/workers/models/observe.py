@@ -4,7 +4,7 @@ Imports transformers; ``facts`` imports this module only if the model's traits a
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from triptych.workers.models.architecture.attention_masks import OBSERVED_ATTENT
 from triptych.workers.models.architecture.rope_limits import fix_rope
 from triptych.workers.models.architecture.text_part import text_part
 from triptych.workers.models.attention_interface import LayerTraits
+from triptych.workers.models.latent_attention import read_latents
 from triptych.workers.models.pretrained import (
     read_config,
     read_end_tokens,
@@ -120,9 +121,11 @@ def _observe(path: Path) -> _Observed:
     try:
         config = _servable_config(path)
         model = without_weights(config, OBSERVED_ATTENTION).eval()
+        has_latents = read_latents(model, OBSERVED_ATTENTION)
         _refuse_mixing(config, model)
         context = _context(config, fix_rope(model, config))
         layers, geometry, num_heads = _run(path, config, model, context or _UNKNOWN_CONTEXT)
+        geometry = replace(geometry, has_latents=has_latents)
         if not context:
             raise ModelError("it states no max_position_embeddings")
     except ModelError as error:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from triptych.core.config import AppConfig
+from triptych.core.errors import ConfigError
 from triptych.core.layout import Geometry
 from triptych.workers.models.attention_interface import LayerTraits
 
@@ -48,6 +50,18 @@ class ModelTraits:
     @property
     def is_plain(self) -> bool:
         return self.plain is not None
+
+    def check_heads(self, config: AppConfig) -> None:
+        """Raise ConfigError if a stage computes on GPUs, whose kernels do not take these heads."""
+        geometry = self.geometry
+        group, dim = self.num_heads // geometry.kv_heads, geometry.head_dim
+        on_gpus = [name for name, one in config.worker_groups().items() if one.actor.num_gpus]
+        if on_gpus and group > geometry.gpu_group:
+            raise ConfigError(
+                f"{on_gpus[0]}.actor.num_gpus: this model has {group} query heads on a KV head of "
+                f"{dim} numbers, and GPU kernels take up to {geometry.gpu_group}: set it to 0 (the "
+                "stage computes on the CPU)"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from triptych.core.errors import ModelError
 from triptych.workers.models.architecture.attention_masks import OBSERVED_ATTENTION, window_of
 from triptych.workers.models.attention_interface import LayerTraits
+from triptych.workers.models.latent_attention import on_latents
 
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, LayerTraits], Tensor]
 """Layer; query, key and value as (1, H, T, D); traits -> (1, T, H, D of values)"""
@@ -113,4 +114,6 @@ def _window(
     return given or 0
 
 
-AttentionInterface.register(OBSERVED_ATTENTION, _observed_attention)  # pyright: ignore[reportUnknownMemberType]
+AttentionInterface.register(  # pyright: ignore[reportUnknownMemberType]
+    OBSERVED_ATTENTION, on_latents(_observed_attention)
+)

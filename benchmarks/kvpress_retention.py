@@ -26,6 +26,7 @@ from triptych.kernels.retain import BUDGETS, SCORES, ObservedPrompt
 PRESSES: dict[str, Callable[[float], Any]] = {
     "streaming_llm": lambda drop: kvpress.StreamingLLMPress(compression_ratio=drop),
     "knorm": lambda drop: kvpress.KnormPress(compression_ratio=drop),
+    "keydiff": lambda drop: kvpress.KeyDiffPress(compression_ratio=drop),
     "snapkv": lambda drop: kvpress.SnapKVPress(compression_ratio=drop),
     "pyramidkv": lambda drop: kvpress.PyramidKVPress(compression_ratio=drop),
     "adakv": lambda drop: kvpress.AdaKVPress(kvpress.SnapKVPress(compression_ratio=drop)),
@@ -34,6 +35,7 @@ PRESSES: dict[str, Callable[[float], Any]] = {
 RULES = {
     "streaming_llm": ("recency", "per_head", None),
     "knorm": ("key_norm", "per_head", None),
+    "keydiff": ("key_difference", "per_head", None),
     "snapkv": ("window_attention", "per_head", 64),
     "pyramidkv": ("window_attention", "per_layer", 64),
     "adakv": ("window_attention", "across_heads", 64),
@@ -88,7 +90,7 @@ def kept_by_rule(keys: Tensor, weights: Tensor, name: str, keep: float) -> Tenso
         layers=range(layers),
         model_layers=layers,
         attention=counted.sum(2).unflatten(1, (kv_heads, -1)).mean(2),
-        key_norms=lambda: keys.norm(dim=-1),
+        of_keys=lambda score: torch.stack([score(layer) for layer in keys]),
         kept=round(tokens * keep),
     )
     return BUDGETS[budget](SCORES[score](prompt), prompt)

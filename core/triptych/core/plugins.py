@@ -22,6 +22,7 @@ POLICY_NAMES = PluginNames(
         "kvarn",
         "streaming_llm",
         "knorm",
+        "keydiff",
         "h2o",
         "snapkv",
         "pyramidkv",

@@ -1,7 +1,5 @@
 """Retention rules: their formulas by hand, and agreement with the baselines of the evaluation."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,10 +16,13 @@ RULES = {
 }
 
 
-def observed(
-    attention: Tensor, kept: int, norms: Callable[[], Tensor] | None = None
-) -> ObservedPrompt:
-    """A prompt of ``attention`` [l, KH, N]."""
+def keys_of(attention: Tensor, keys: Tensor | None) -> Tensor:
+    """Keys [l, KH, N, d]; without any, those of one channel, with these norms."""
+    return attention[..., None] if keys is None else keys
+
+
+def observed(attention: Tensor, kept: int, keys: Tensor | None = None) -> ObservedPrompt:
+    """A prompt of ``attention`` [l, KH, N], and of keys [l, KH, N, d]."""
     layers, kv_heads, tokens = attention.shape
     return ObservedPrompt(
         tokens=tokens,
@@ -29,7 +30,7 @@ def observed(
         layers=range(layers),
         model_layers=layers,
         attention=attention,
-        key_norms=norms or (lambda: attention),
+        of_keys=lambda score: torch.stack([score(layer) for layer in keys_of(attention, keys)]),
         kept=kept,
     )
 
@@ -52,7 +53,7 @@ def row(*large: int, tokens: int = 16) -> Tensor:
     ("score", "attention", "count", "expected"),
     [
         ("recency", row(7), 6, [0, 1, 2, 3, 14, 15]),
-        ("key_norm", -row(7, 3), 2, [3, 7]),  # the shortest keys
+        ("key_norm", 20 - row(7, 3), 2, [3, 7]),  # the shortest keys
         ("heavy_hitters", row(2, 9, 15), 4, [2, 9, 14, 15]),
         ("last_attention", row(2, 9, 4), 3, [2, 9, 15]),
     ],
@@ -69,6 +70,16 @@ def test_snapkv_keeps_its_window_and_neighbours_of_what_the_window_attends_to() 
     attention[..., 20] = 1.0
     (found,) = kept("window_attention", "per_head", observed(attention, 69))
     assert found == [*range(18, 23), *range(36, 100)]
+
+
+def test_keydiff_keeps_the_keys_that_differ_most_from_the_mean_direction() -> None:
+    """By hand: directions of 0, 0, 90 and 180 degrees have their mean at 45 degrees, whatever
+    their lengths; the cosines with it are 0.71, 0.71, 0.71 and -0.71."""
+    keys = torch.tensor([[9.0, 0.0], [1.0, 0.0], [0.0, 0.1], [-5.0, 0.0]])
+    prompt = observed(torch.zeros(1, 1, 4), 1, keys[None, None])
+    scores = SCORES["key_difference"](prompt).flatten()
+    torch.testing.assert_close(scores, torch.tensor([-1.0, -1.0, -1.0, 1.0]) * 0.5**0.5)
+    assert kept("key_difference", "per_head", prompt) == [[3]]
 
 
 def test_tova_takes_the_mean_of_the_heads_of_a_layer() -> None:
@@ -108,7 +119,7 @@ def test_rules_agree_with_the_baselines(name: str, share: float) -> None:
     count = round(share * tokens)
     raw = prompt.sums if name == "h2o" else prompt.last
     mean = raw.unflatten(1, (kv_heads, -1)).mean(2)
-    seen = observed(mean, count, lambda: torch.stack(prompt.keys).norm(dim=-1))
+    seen = observed(mean, count, torch.stack(prompt.keys))
     score, budget = RULES[name]
     mask = BUDGETS[budget](SCORES[score](seen), seen)
     assert torch.equal(mask, EVICTIONS[name](prompt, count))

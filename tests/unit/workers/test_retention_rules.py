@@ -23,7 +23,10 @@ from triptych.kernels.retain import BUDGETS, SCORES, ObservedPrompt
 from triptych.workers.local import LocalServer
 from triptych.workers.models.attention_interface import LayerTraits
 
-RETENTION = ("streaming_llm", "knorm", "h2o", "snapkv", "pyramidkv", "adakv", "tova")
+RETENTION = (
+    *("streaming_llm", "knorm", "keydiff", "h2o"),
+    *("snapkv", "pyramidkv", "adakv", "tova"),
+)
 TOKENS = 240
 SETTINGS = {
     "policy": RETENTION[0],
@@ -92,7 +95,7 @@ def test_pages_hold_the_tokens_that_the_rule_keeps(
         layers=range(layers),
         model_layers=layers,
         attention=counted.sum(3).mean(2),
-        key_norms=lambda: torch.stack(observing.keys).norm(dim=-1),
+        of_keys=lambda score: torch.stack([score(keys) for keys in observing.keys]),
         kept=TOKENS // 2,
     )
     sink, leaving = plan.sink_tokens, plan.leaving_tokens(TOKENS)

@@ -32,6 +32,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "kvarn": "triptych.core.methods.codecs.kvarn:METHOD",
         "streaming_llm": "triptych.core.methods.retention.streaming_llm:METHOD",
         "knorm": "triptych.core.methods.retention.knorm:METHOD",
+        "keydiff": "triptych.core.methods.retention.keydiff:METHOD",
         "h2o": "triptych.core.methods.retention.h2o:METHOD",
         "snapkv": "triptych.core.methods.retention.snapkv:METHOD",
         "pyramidkv": "triptych.core.methods.retention.pyramidkv:METHOD",

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+KeyScore = Callable[[Tensor], Tensor]
+"""From the keys of a layer [KH, N, d], float32, in coordinates that a rotation may have changed, to
+scores [KH, N]."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedPrompt:
@@ -18,7 +22,8 @@ class ObservedPrompt:
     attention: Tensor
     """Sums of the attention that each token received from the queries that count, mean over the
     query heads of a KV head: [l, KH, N] float32; whatever stands there if the rule needs none."""
-    key_norms: Callable[[], Tensor]
-    """Computes the L2 norms of all keys, [l, KH, N] float32: only one rule needs them."""
+    of_keys: Callable[[KeyScore], Tensor]
+    """Applies a function to the keys of each layer, [l, KH, N]: few rules need keys, and no rule
+    those of all layers at once."""
     kept: int
     """Mean number of tokens of a head row that are kept."""

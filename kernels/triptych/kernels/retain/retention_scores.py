@@ -49,7 +49,16 @@ def key_norm(prompt: ObservedPrompt) -> Tensor:
 
     Source: Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression
     """
-    return -prompt.key_norms()
+    return -prompt.of_keys(lambda keys: keys.norm(dim=-1))
+
+
+def key_difference(prompt: ObservedPrompt) -> Tensor:
+    """Minus the cosine of the angle between a key and the mean direction of all keys.
+
+    Source: KeyDiff, section 3 (the anchor is the mean of normalized keys); the whole prompt at
+            once, as in kvpress, and not block by block
+    """
+    return prompt.of_keys(_difference_of_directions)
 
 
 def heavy_hitters(prompt: ObservedPrompt) -> Tensor:
@@ -81,8 +90,17 @@ def last_attention(prompt: ObservedPrompt) -> Tensor:
     return newest(scores, 1)
 
 
+def _difference_of_directions(keys: Tensor) -> Tensor:
+    directions = functional.normalize(keys, dim=-1)
+    anchor = functional.normalize(directions.mean(1, keepdim=True), dim=-1)
+    return -(directions * anchor).sum(-1)
+
+
 SCORES: Mapping[str, Score] = {
     score.__name__: score
-    for score in (recency, key_norm, heavy_hitters, window_attention, last_attention)
+    for score in (
+        *(recency, key_norm, key_difference),
+        *(heavy_hitters, window_attention, last_attention),
+    )
 }
 """Scores by name."""

@@ -89,7 +89,7 @@ def test_image_tokens_have_a_format_of_their_own(tiny_model: Path) -> None:
     assert image.stored_bytes / image.tokens < text.stored_bytes / text.tokens
 
 
-@pytest.mark.parametrize("rule", ["knorm", "tova", "snapkv", "adakv", "h2o"])
+@pytest.mark.parametrize("rule", ["knorm", "keydiff", "tova", "snapkv", "adakv", "h2o"])
 def test_a_rule_keeps_its_share_of_the_image_tokens_and_all_text(
     tiny_model: Path, rule: str
 ) -> None:

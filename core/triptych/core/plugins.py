@@ -28,5 +28,6 @@ POLICY_NAMES = PluginNames(
         "pyramidkv",
         "adakv",
         "tova",
+        "expected_attention",
     ),
 )

@@ -13,6 +13,7 @@ from tests.unit.workers.decode.test_resume import Stages
 from tests.unit.workers.test_local_server import greedy
 from triptych.core.config import AppConfig
 from triptych.core.messages import Request
+from triptych.core.policy import Retention
 from triptych.evals.methods.masked_attention import (
     MaskedModel,
     RecordingAttention,
@@ -20,12 +21,15 @@ from triptych.evals.methods.masked_attention import (
     causal_weights,
 )
 from triptych.kernels.retain import BUDGETS, SCORES, ObservedPrompt
+from triptych.workers.compress.learned.rope_frame import RopeFrame
 from triptych.workers.local import LocalServer
 from triptych.workers.models.attention_interface import LayerTraits
+from triptych.workers.models.facts import describe
 
 RETENTION = (
     *("streaming_llm", "knorm", "keydiff", "h2o"),
     *("snapkv", "pyramidkv", "adakv", "tova"),
+    *("expected_attention",),
 )
 TOKENS = 240
 SETTINGS = {
@@ -44,10 +48,11 @@ def stages(tiny_model: Path) -> Stages:
 
 
 class Observing(RecordingAttention):
-    """Records what each query pays to each key, too: [KH, G, N, N] of each layer."""
+    """Records queries too, and what each pays to each key: [KH, G, N, N] of each layer."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.queries = list[Tensor]()
         self.weights = list[Tensor]()
 
     def __call__(
@@ -60,6 +65,7 @@ class Observing(RecordingAttention):
         sinks: Tensor | None = None,
     ) -> Tensor:
         grouped = by_kv_head(query, key.shape[1]) * traits.scale
+        self.queries.append(query)
         self.weights.append(causal_weights(grouped, key.transpose(0, 1), 0))
         return super().__call__(layer, query, key, value, traits, sinks)
 
@@ -78,23 +84,50 @@ def request(method: str, tokens: tuple[int, ...] = PROMPT) -> Request:
     return replace(asked, method=method)
 
 
+def measured(observing: Observing, rule: Retention, model: Path) -> Tensor:
+    """What prefill has to measure for a rule, [L, KH, N]."""
+    weights = torch.stack(observing.weights)  # [L, KH, G, N, N]
+    counted = weights[..., -(rule.last_queries or TOKENS) :, :]
+    if rule.measured == "attention":
+        return counted.sum(3).mean(2)
+    return torch.stack([expected(observing, layer, model) for layer in range(len(weights))])
+
+
+def expected(observing: Observing, layer: int, model: Path) -> Tensor:
+    """Expected attention, transcribed: each query is turned back by RoPE, the mean and the
+    covariance are those of torch, and RoPE is averaged over the 512 positions that follow."""
+    frame, traits = RopeFrame.of(describe(model)), describe(model).layers[layer]
+    query = frame.to_local(observing.queries[layer].transpose(0, 1), torch.arange(TOKENS))[:, 4:]
+    basis = torch.eye(query.shape[-1])
+    ahead = [frame.rotate(basis, torch.tensor(TOKENS + step)).T for step in range(512)]
+    rotation = torch.stack(ahead).mean(0)
+    keys, values = observing.keys[layer], observing.values[layer]
+    group = len(query) // len(keys)
+    scores = torch.zeros(keys.shape[:2])
+    for head, of_head in enumerate(query):
+        mean = rotation @ of_head.mean(0)
+        covariance = rotation @ of_head.T.cov(correction=0) @ rotation.T
+        key = keys[head // group, 4:] * traits.scale
+        logits = key @ mean + torch.einsum("ni,ij,nj->n", key, covariance, key) / 2
+        scores[head // group, 4:] += logits.softmax(-1) / group
+    return scores * values.norm(dim=-1)
+
+
 @pytest.mark.parametrize("method", RETENTION)
 def test_pages_hold_the_tokens_that_the_rule_keeps(
-    stages: Stages, observing: Observing, method: str
+    stages: Stages, observing: Observing, tiny_model: Path, method: str
 ) -> None:
     """What transformers computes in float32 and what the stages do in 16 bits choose alike."""
     plan = stages.plan.of_method(method)
     rule = plan.policy.retention
     assert rule is not None
-    weights = torch.stack(observing.weights)  # [L, KH, G, N, N]
-    counted = weights[..., -(rule.last_queries or TOKENS) :, :]
-    layers, kv_heads = weights.shape[:2]
+    layers, kv_heads = len(observing.weights), observing.keys[0].shape[0]
     prompt = ObservedPrompt(
         tokens=TOKENS,
         kv_heads=kv_heads,
         layers=range(layers),
         model_layers=layers,
-        attention=counted.sum(3).mean(2),
+        attention=measured(observing, rule, tiny_model),
         of_keys=lambda score: torch.stack([score(keys) for keys in observing.keys]),
         kept=TOKENS // 2,
     )
@@ -113,7 +146,7 @@ def test_pages_hold_the_tokens_that_the_rule_keeps(
     assert (held & expected).sum() >= 0.99 * expected.sum()
 
 
-@pytest.mark.parametrize("method", ["snapkv", "tova", "h2o"])
+@pytest.mark.parametrize("method", ["snapkv", "tova", "h2o", "expected_attention"])
 def test_what_is_kept_does_not_depend_on_chunks_or_on_neighbours(
     tiny_model: Path, method: str
 ) -> None:
@@ -140,6 +173,9 @@ def test_what_is_kept_does_not_depend_on_chunks_or_on_neighbours(
     assert all(one == answers[0] for one in answers)
 
 
+EARLY = ("pyramidkv", "snapkv", "expected_attention")
+
+
 def test_layers_that_are_compressed_early_keep_what_all_together_would(tiny_model: Path) -> None:
     """A pyramid needs to know which layers it has."""
     found = list[object]()
@@ -154,6 +190,6 @@ def test_layers_that_are_compressed_early_keep_what_all_together_would(tiny_mode
             }
         )
         with LocalServer(config, tiny_model) as server:
-            done = server.complete([request(method) for method in ("pyramidkv", "snapkv")])
+            done = server.complete([request(method) for method in EARLY])
             found.append([(one.error, one.tokens, one.report) for one in done])
     assert found[0] == found[1]

@@ -38,6 +38,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "pyramidkv": "triptych.core.methods.retention.pyramidkv:METHOD",
         "adakv": "triptych.core.methods.retention.adakv:METHOD",
         "tova": "triptych.core.methods.retention.tova:METHOD",
+        "expected_attention": "triptych.core.methods.retention.expected_attention:METHOD",
     },
 )
 """Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``

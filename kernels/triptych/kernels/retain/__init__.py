@@ -1,5 +1,11 @@
 """Retention rules: which tokens of a prompt are kept, by a score of each and a budget."""
 
+from triptych.kernels.retain.attention_moments import AttentionMoments
+from triptych.kernels.retain.expected_attention import (
+    FIRST_TOKENS,
+    expected_attention,
+    mean_rotation,
+)
 from triptych.kernels.retain.observed_prompt import KeyScore, ObservedPrompt
 from triptych.kernels.retain.retention_budgets import BUDGETS, largest, pyramid_budgets
 from triptych.kernels.retain.retention_scores import (
@@ -12,13 +18,17 @@ from triptych.kernels.retain.retention_scores import (
 
 __all__ = [
     "BUDGETS",
+    "FIRST_TOKENS",
     "POOL_TOKENS",
     "SCORES",
     "SINK_TOKENS",
     "WINDOW_TOKENS",
+    "AttentionMoments",
     "KeyScore",
     "ObservedPrompt",
+    "expected_attention",
     "largest",
+    "mean_rotation",
     "newest",
     "pyramid_budgets",
 ]

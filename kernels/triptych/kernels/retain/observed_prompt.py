@@ -20,8 +20,9 @@ class ObservedPrompt:
     """Those of the model that these are."""
     model_layers: int
     attention: Tensor
-    """Sums of the attention that each token received from the queries that count, mean over the
-    query heads of a KV head: [l, KH, N] float32; whatever stands there if the rule needs none."""
+    """What prefill measured: sums of the attention that each token received from the queries that
+    count, mean over the query heads of a KV head, or a score made of moments or statistics; [l, KH,
+    N] float32. Whatever stands there if the rule needs none."""
     of_keys: Callable[[KeyScore], Tensor]
     """Applies a function to the keys of each layer, [l, KH, N]: few rules need keys, and no rule
     those of all layers at once."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from triptych.core.methods.retention.kept_share import WINDOW_QUERIES
+from triptych.kernels.retain.expected_attention import FIRST_TOKENS
 from triptych.kernels.retain.observed_prompt import ObservedPrompt
 
 SINK_TOKENS = 4
@@ -55,8 +56,8 @@ def key_norm(prompt: ObservedPrompt) -> Tensor:
 def key_difference(prompt: ObservedPrompt) -> Tensor:
     """Minus the cosine of the angle between a key and the mean direction of all keys.
 
-    Source: KeyDiff, section 3 (the anchor is the mean of normalized keys); the whole prompt at
-            once, as in kvpress, and not block by block
+    Source: KeyDiff (the anchor is the mean of normalized keys); the whole prompt at once, as in
+            kvpress, and not block by block
     """
     return prompt.of_keys(_difference_of_directions)
 
@@ -90,6 +91,17 @@ def last_attention(prompt: ObservedPrompt) -> Tensor:
     return newest(scores, 1)
 
 
+def expected(prompt: ObservedPrompt) -> Tensor:
+    """The attention that later queries are expected to pay, times the norm of the value.
+
+    Prefill has computed it (``expected_attention``); the first four tokens are kept.
+
+    Source: Expected Attention; the first tokens as in kvpress
+    """
+    position = torch.arange(prompt.tokens, device=prompt.attention.device)
+    return prompt.attention.masked_fill(position < FIRST_TOKENS, float("inf"))
+
+
 def _difference_of_directions(keys: Tensor) -> Tensor:
     directions = functional.normalize(keys, dim=-1)
     anchor = functional.normalize(directions.mean(1, keepdim=True), dim=-1)
@@ -100,7 +112,7 @@ SCORES: Mapping[str, Score] = {
     score.__name__: score
     for score in (
         *(recency, key_norm, key_difference),
-        *(heavy_hitters, window_attention, last_attention),
+        *(heavy_hitters, window_attention, last_attention, expected),
     )
 }
 """Scores by name."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from triptych.core.config import CompressorConfig
 from triptych.core.methods.composition import Granularity, Need, Part, Trait
-from triptych.core.policy import Policy, Retention, two_classes
+from triptych.core.policy import Measured, Policy, Retention, two_classes
 from triptych.core.profile import Profile
 
 WINDOW_QUERIES = 64
@@ -18,13 +18,20 @@ def kept_share(
     score: str,
     budget: str = "per_head",
     last_queries: int | None = None,
+    measured: Measured = "attention",
+    compares_layers: bool = False,
 ) -> Policy:
     """A policy that keeps ``compressor.keep_share`` of a prompt's tokens, in the high format.
 
     The low format is for memory that runs short, as with other policies of two classes.
     """
     rule = Retention(
-        score=score, budget=budget, keep_share=config.keep_share, last_queries=last_queries
+        score=score,
+        budget=budget,
+        keep_share=config.keep_share,
+        last_queries=last_queries,
+        measured=measured,
+        compares_layers=compares_layers,
     )
     return replace(two_classes(config, profile), high_window_tokens=0, retention=rule)
 

@@ -29,5 +29,6 @@ POLICY_NAMES = PluginNames(
         "adakv",
         "tova",
         "expected_attention",
+        "cake",
     ),
 )

@@ -29,7 +29,7 @@ from triptych.workers.models.facts import describe
 RETENTION = (
     *("streaming_llm", "knorm", "keydiff", "h2o"),
     *("snapkv", "pyramidkv", "adakv", "tova"),
-    *("expected_attention",),
+    *("expected_attention", "cake"),
 )
 TOKENS = 240
 SETTINGS = {
@@ -90,7 +90,20 @@ def measured(observing: Observing, rule: Retention, model: Path) -> Tensor:
     counted = weights[..., -(rule.last_queries or TOKENS) :, :]
     if rule.measured == "attention":
         return counted.sum(3).mean(2)
+    if rule.measured == "attention_moments":
+        return moments(counted)
     return torch.stack([expected(observing, layer, model) for layer in range(len(weights))])
+
+
+def moments(counted: Tensor) -> Tensor:
+    """CAKE's numbers, transcribed: mean plus 200 times the variance over the window's queries; the
+    last two tokens have the sums of entropies and of variances of the tokens before the window."""
+    window = counted.shape[3]
+    found = (counted.mean(3) + 200 * counted.var(3)).mean(2)
+    before = counted[..., : TOKENS - window]
+    found[..., -2] = -(before * (before + 1e-10).log()).sum((2, 3, 4))
+    found[..., -1] = before.var(3).sum((2, 3))
+    return found
 
 
 def expected(observing: Observing, layer: int, model: Path) -> Tensor:
@@ -146,7 +159,7 @@ def test_pages_hold_the_tokens_that_the_rule_keeps(
     assert (held & expected).sum() >= 0.99 * expected.sum()
 
 
-@pytest.mark.parametrize("method", ["snapkv", "tova", "h2o", "expected_attention"])
+@pytest.mark.parametrize("method", ["snapkv", "tova", "h2o", "expected_attention", "cake"])
 def test_what_is_kept_does_not_depend_on_chunks_or_on_neighbours(
     tiny_model: Path, method: str
 ) -> None:
@@ -173,11 +186,11 @@ def test_what_is_kept_does_not_depend_on_chunks_or_on_neighbours(
     assert all(one == answers[0] for one in answers)
 
 
-EARLY = ("pyramidkv", "snapkv", "expected_attention")
+EARLY = ("pyramidkv", "snapkv", "expected_attention", "cake")
 
 
 def test_layers_that_are_compressed_early_keep_what_all_together_would(tiny_model: Path) -> None:
-    """A pyramid needs to know which layers it has."""
+    """A pyramid needs to know which layers it has, and CAKE waits for all of them."""
     found = list[object]()
     for layers in (0, 1):
         config = AppConfig.from_mapping(

@@ -39,6 +39,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "adakv": "triptych.core.methods.retention.adakv:METHOD",
         "tova": "triptych.core.methods.retention.tova:METHOD",
         "expected_attention": "triptych.core.methods.retention.expected_attention:METHOD",
+        "cake": "triptych.core.methods.retention.cake:METHOD",
     },
 )
 """Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``

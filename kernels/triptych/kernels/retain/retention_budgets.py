@@ -2,11 +2,12 @@
 # torch leaves argsort untyped in part.
 """Budgets of retention rules: how the tokens that are kept divide among layers and heads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from triptych.kernels.retain.attention_moments import layer_preferences
 from triptych.kernels.retain.observed_prompt import ObservedPrompt
 from triptych.kernels.retain.retention_scores import WINDOW_TOKENS
 
@@ -53,10 +54,46 @@ def across_heads(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
     return largest(scores.flatten(1), prompt.kept * prompt.kv_heads).view_as(scores)
 
 
+def by_preference(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """More in layers whose attention is spread over many tokens and changes between queries.
+
+    What is left of the budget behind the tokens that are always kept divides in proportion to the
+    preferences of the layers; a layer that has fewer tokens leaves the rest to the others.
+
+    Source: CAKE (preference-prioritized allocation); all layers at once, so no cascade
+    """
+    always = int(scores[0, 0].isinf().sum())
+    preferences = layer_preferences(prompt.attention).tolist()
+    free = max(0, prompt.kept - always)
+    budgets = divided(free * len(scores), preferences, prompt.tokens - always)
+    rows = zip(scores, budgets, strict=True)
+    return torch.stack([largest(row, min(always, prompt.kept) + count) for row, count in rows])
+
+
 BUDGETS: Mapping[str, Budget] = {
-    budget.__name__: budget for budget in (per_head, per_layer, across_heads)
+    budget.__name__: budget for budget in (per_head, per_layer, across_heads, by_preference)
 }
 """Budgets by name."""
+
+
+def divided(total: int, weights: Sequence[float], most: int) -> list[int]:
+    """``total`` in whole parts in proportion to weights, none above ``most``.
+
+    What is cut off is shared equally by the parts below ``most``, the first ones first.
+
+    Source: CAKE, the authors' code (``adjust_budgets``)
+    """
+    whole = sum(weights)
+    wishes = [total * weight / whole if whole > 0 else total / len(weights) for weight in weights]
+    parts = [min(most, int(wish)) for wish in wishes]
+    while left := total - sum(parts):
+        free = [index for index, part in enumerate(parts) if part < most]
+        if not free:
+            break
+        share, more = divmod(left, len(free))
+        for rank, index in enumerate(free):
+            parts[index] = min(most, parts[index] + share + (rank < more))
+    return parts
 
 
 def pyramid_budgets(layers: int, tokens: int, budget: int) -> list[int]:

@@ -9,6 +9,8 @@ from triptych.core.profile import Profile
 
 WINDOW_QUERIES = 64
 """Last queries of a prompt by which SnapKV and its relatives score tokens."""
+MOMENT_QUERIES = 32
+"""Last queries of a prompt by which CAKE scores tokens."""
 
 
 def kept_share(

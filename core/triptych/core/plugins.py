@@ -30,5 +30,6 @@ POLICY_NAMES = PluginNames(
         "tova",
         "expected_attention",
         "cake",
+        "kvcrush",
     ),
 )

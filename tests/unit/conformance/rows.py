@@ -40,7 +40,7 @@ METHOD_NAMES = tuple(
 """Each row of the table, and ``uniform`` with each format whose tokens are written alone."""
 ALIKE = (
     *("streaming_llm", "knorm", "keydiff", "h2o", "snapkv", "pyramidkv", "tova"),
-    *("expected_attention",),
+    *("expected_attention", "kvcrush"),
     *("learned:paper", "learned:score"),
     *("saw_int4", "fp8", "kivi", "kivi:2"),
     *(f"uniform:{form}" for form in ("k4v8", "k8v2", "k2v4", "k4v1", "fp8")),

@@ -106,6 +106,32 @@ def test_adakv_divides_by_need_and_leaves_each_head_its_safe_share() -> None:
     assert mask[:, 0].sum() > mask[:, 1].sum()
 
 
+def test_kvcrush_keeps_the_best_and_representatives_of_the_others_by_hand() -> None:
+    """Eight tokens, six to keep: the best five of each head, and of the three others one. The
+    better halves are 0 to 3 and 2 to 5, so with the anchor (0, 1) tokens have these distances:
+    0 and 1: 2, 2 and 3: 1, 4 and 5: 0, 6 and 7: 1."""
+    scores = torch.tensor(
+        [[9.0, 8.0, 7.0, 6.0, 5.0, 1.0, 2.0, 3.0], [4.0, 3.0, 9.0, 8.0, 7.0, 6.0, 2.0, 1.0]]
+    )[None]
+    prompt = observed(scores, 6)
+    mask = BUDGETS["with_representatives"](scores, prompt)[0]
+    first, second = (row.nonzero().flatten().tolist() for row in mask)
+    assert first == [0, 1, 2, 3, 4, 5], "of 5, 6 and 7 the nearest to the anchor"
+    assert second == [0, 2, 3, 4, 5, 6], "of 6, 7 and 1"
+
+
+@pytest.mark.parametrize("kept_tokens", [1, 64, 70, 100, 199, 200])
+def test_kvcrush_keeps_exactly_its_budget_and_spreads_representatives(kept_tokens: int) -> None:
+    torch.manual_seed(2)
+    prompt = observed(torch.rand(2, 3, 200), kept_tokens)
+    scores = SCORES["window_attention"](prompt)
+    mask = BUDGETS["with_representatives"](scores, prompt)
+    assert (mask.sum(-1) == kept_tokens).all()
+    important = kept_tokens - int(max(0, kept_tokens - min(64, kept_tokens)) * 0.25)
+    best = torch.zeros_like(mask).scatter_(-1, scores.topk(important).indices, value=True)
+    assert mask[best].all() or kept_tokens < 64, "the best tokens by SnapKV are among them"
+
+
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_rules_agree_with_the_baselines(name: str, share: float) -> None:

@@ -29,7 +29,7 @@ from triptych.workers.models.facts import describe
 RETENTION = (
     *("streaming_llm", "knorm", "keydiff", "h2o"),
     *("snapkv", "pyramidkv", "adakv", "tova"),
-    *("expected_attention", "cake"),
+    *("expected_attention", "cake", "kvcrush"),
 )
 TOKENS = 240
 SETTINGS = {

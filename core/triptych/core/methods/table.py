@@ -40,6 +40,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "tova": "triptych.core.methods.retention.tova:METHOD",
         "expected_attention": "triptych.core.methods.retention.expected_attention:METHOD",
         "cake": "triptych.core.methods.retention.cake:METHOD",
+        "kvcrush": "triptych.core.methods.retention.kvcrush:METHOD",
     },
 )
 """Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``

@@ -16,6 +16,9 @@ PYRAMID = 20
 SAFE_SHARE = 0.2
 """Ada-KV's safeguard: each head keeps this share of what it would keep without it."""
 
+REPRESENTED_SHARE = 0.25
+"""KVCrush's share of the budget for tokens that stand for others."""
+
 Budget = Callable[[Tensor, ObservedPrompt], Tensor]
 """From scores [l, KH, N] to the tokens that are kept, bool [l, KH, N]."""
 
@@ -70,8 +73,33 @@ def by_preference(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
     return torch.stack([largest(row, min(always, prompt.kept) + count) for row, count in rows])
 
 
+def with_representatives(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """The best tokens of each head row, and a quarter of the budget for tokens that stand for the
+    others.
+
+    A token is described by one bit for each head of its layer: whether it is in the better half of
+    the tokens about which the rule decides. The tokens that are not among the best are put in order
+    of the Hamming distance between their bits and 0, 1, 0, 1, ...; those at even steps are kept.
+
+    Source: KVCrush (signatures by the behaviour of heads, an anchor, representatives); share,
+            anchor and even steps as in the authors' code, tokens instead of pages
+    """
+    tokens, kv_heads = scores.shape[-1], scores.shape[1]
+    always = int(scores[0, 0].isinf().sum())
+    representatives = int(max(0, prompt.kept - always) * REPRESENTED_SHARE)
+    kept = largest(scores, prompt.kept - representatives)
+    bits = largest(scores.masked_fill(scores.isinf(), float("-inf")), (tokens - always) // 2)
+    anchor = torch.arange(kv_heads, device=scores.device) % 2 == 1
+    distances = (bits != anchor[:, None]).sum(1, keepdim=True).expand_as(bits)
+    order = distances.masked_fill(kept, kv_heads + 1).argsort(dim=-1, stable=True)
+    steps = torch.arange(representatives, device=scores.device)
+    others = tokens - min(tokens, prompt.kept - representatives)
+    return kept.scatter_(-1, order[..., steps * others // max(1, representatives)], value=True)
+
+
 BUDGETS: Mapping[str, Budget] = {
-    budget.__name__: budget for budget in (per_head, per_layer, across_heads, by_preference)
+    budget.__name__: budget
+    for budget in (per_head, per_layer, across_heads, by_preference, with_representatives)
 }
 """Budgets by name."""
 

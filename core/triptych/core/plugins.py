@@ -31,5 +31,6 @@ POLICY_NAMES = PluginNames(
         "expected_attention",
         "cake",
         "kvcrush",
+        "tangram",
     ),
 )

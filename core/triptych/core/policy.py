@@ -51,6 +51,9 @@ class Retention:
     """Queries of the prompt that are measured: the last so many, or all (0). None: none are."""
     measured: Measured = "attention"
     """What is measured of them."""
+    head_shares: tuple[float, ...] = ()
+    """Share of the tokens that each head row keeps, in the order of layers and KV heads, where
+    calibration has found it; empty: the budget is not static."""
     compares_layers: bool = False
     """Whether the budget of a layer depends on what was measured in all layers."""
 

@@ -19,6 +19,7 @@ from tests.unit.conformance.rows import (
     is_same,
     layouts,
     named,
+    profile_for,
     settings_of,
     stored,
 )
@@ -246,4 +247,5 @@ def test_parts_say_what_they_do_and_what_they_need(row: str) -> None:
 
 def plan_of(name: str) -> PagePlan:
     config = AppConfig.from_mapping({"compressor": {"profile": "none", **settings_of(name)}})
-    return PagePlan.of(config, Geometry(layers=2, kv_heads=2, head_dim=64), learned=FILES)
+    geometry = Geometry(layers=2, kv_heads=2, head_dim=64)
+    return PagePlan.of(config, geometry, profile_for(geometry), learned=FILES)

@@ -1,5 +1,7 @@
 """Retention rules: their formulas by hand, and agreement with the baselines of the evaluation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,6 +132,17 @@ def test_kvcrush_keeps_exactly_its_budget_and_spreads_representatives(kept_token
     important = kept_tokens - int(max(0, kept_tokens - min(64, kept_tokens)) * 0.25)
     best = torch.zeros_like(mask).scatter_(-1, scores.topk(important).indices, value=True)
     assert mask[best].all() or kept_tokens < 64, "the best tokens by SnapKV are among them"
+
+
+def test_tangram_keeps_of_each_head_what_calibration_found_whatever_the_layers_are() -> None:
+    """Shares 1, 3, 2, 2 of two layers: of 4 x (40 - 32) tokens the rows get 4, 12, 8 and 8."""
+    scores = torch.rand(2, 2, 60)
+    scores[..., 28:] = float("inf")
+    whole = replace(observed(scores, 40), head_shares=(0.25, 0.75, 0.5, 0.5))
+    mask = BUDGETS["by_calibration"](scores, whole)
+    assert mask.sum(-1).tolist() == [[36, 44], [40, 40]]
+    last = replace(whole, layers=range(1, 2))
+    assert torch.equal(BUDGETS["by_calibration"](scores[1:], last), mask[1:])
 
 
 @pytest.mark.parametrize("name", RULES)

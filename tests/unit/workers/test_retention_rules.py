@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.conformance.rows import compress, stored
+from tests.unit.conformance.rows import compress, profile_beside, stored
 from tests.unit.workers.decode.test_resume import Stages
 from tests.unit.workers.test_local_server import greedy
 from triptych.core.config import AppConfig
@@ -29,7 +29,7 @@ from triptych.workers.models.facts import describe
 RETENTION = (
     *("streaming_llm", "knorm", "keydiff", "h2o"),
     *("snapkv", "pyramidkv", "adakv", "tova"),
-    *("expected_attention", "cake", "kvcrush"),
+    *("expected_attention", "cake", "kvcrush", "tangram"),
 )
 TOKENS = 240
 SETTINGS = {
@@ -44,7 +44,7 @@ PROMPT = tuple(random.Random(5).choices(range(2, 250), k=TOKENS))
 
 @pytest.fixture(scope="module")
 def stages(tiny_model: Path) -> Stages:
-    return Stages.of(tiny_model, SETTINGS)
+    return Stages.of(tiny_model, {**SETTINGS, "profile": profile_beside(tiny_model)})
 
 
 class Observing(RecordingAttention):
@@ -143,6 +143,7 @@ def test_pages_hold_the_tokens_that_the_rule_keeps(
         attention=measured(observing, rule, tiny_model),
         of_keys=lambda score: torch.stack([score(keys) for keys in observing.keys]),
         kept=TOKENS // 2,
+        head_shares=rule.head_shares,
     )
     sink, leaving = plan.sink_tokens, plan.leaving_tokens(TOKENS)
     always = torch.ones(TOKENS, dtype=torch.bool)
@@ -170,7 +171,7 @@ def test_what_is_kept_does_not_depend_on_chunks_or_on_neighbours(
             {
                 "model": {"name": "tiny", "dtype": "float32"},
                 "pool": {"kv_cache_memory_bytes": 32 << 20, "extent_pages": 64},
-                "compressor": {**SETTINGS, "profile": "none"},
+                "compressor": {**SETTINGS, "profile": profile_beside(tiny_model)},
                 "prefill": {"max_num_batched_tokens": chunk},
             }
         )
@@ -197,7 +198,7 @@ def test_layers_that_are_compressed_early_keep_what_all_together_would(tiny_mode
             {
                 "model": {"name": "tiny", "dtype": "float32"},
                 "pool": {"kv_cache_memory_bytes": 32 << 20, "prefix_bytes": 0, "extent_pages": 64},
-                "compressor": {**SETTINGS, "profile": "none"},
+                "compressor": {**SETTINGS, "profile": profile_beside(tiny_model)},
                 "prefill": {"max_num_batched_tokens": 128},
                 "experimental": {"layers_at_once": layers},
             }

@@ -199,9 +199,9 @@ class CompressorConfig:
     ``leankv`` decides by their share of all attention; ``saw_int4``, ``fp8``, ``kivi``, ``kivi:2``
     and ``kvarn`` store all tokens in formats of their own; ``streaming_llm``, ``knorm``,
     ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``, ``tova``, ``expected_attention``,
-    ``cake`` and ``kvcrush`` keep ``keep_share`` of a prompt's tokens, in ``high_format``;
-    ``learned:merge``, ``learned:paper`` and ``learned:score`` use networks trained for the model
-    (``learned``); ``module:object`` is a policy of your own (docs/extending.md).
+    ``cake``, ``kvcrush`` and ``tangram`` keep ``keep_share`` of a prompt's tokens, in
+    ``high_format``; ``learned:merge``, ``learned:paper`` and ``learned:score`` use networks trained
+    for the model (``learned``); ``module:object`` is a policy of your own (docs/extending.md).
     ``<method>/<method>``, as in ``uniform:k8v4/snapkv``: the second one decides about the tokens of
     images in a prompt. ``auto`` without a profile: ``uniform:k8v4``."""
 

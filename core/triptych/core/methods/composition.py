@@ -58,7 +58,7 @@ PROVIDED: frozenset[Need] = frozenset(
 )
 """What every server provides; prefill measures only what a method needs. Statistics of queries need
 the RoPE frequencies of the model, which are known for plain layers."""
-WITH_PROFILE: frozenset[Need] = PROVIDED | {"calibration"}
+WITH_PROFILE: frozenset[Need] = PROVIDED | frozenset[Need]({"calibration"})
 """What a server with a compression profile provides."""
 TRAIN: Mapping[Modality, str] = {TEXT: "triptych train", IMAGE: "triptych train compressor --chats"}
 """Commands that train networks."""

@@ -41,6 +41,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "expected_attention": "triptych.core.methods.retention.expected_attention:METHOD",
         "cake": "triptych.core.methods.retention.cake:METHOD",
         "kvcrush": "triptych.core.methods.retention.kvcrush:METHOD",
+        "tangram": "triptych.core.methods.retention.tangram:METHOD",
     },
 )
 """Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``

@@ -1,3 +1,5 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch leaves Tensor.unflatten and others untyped in part.
 """Moments of the attention from the last queries of a prompt, by which CAKE keeps tokens.
 
 A raw page has one number for each token. The window of the last queries is always kept, so the

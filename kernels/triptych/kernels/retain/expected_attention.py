@@ -1,3 +1,5 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch leaves Tensor.split and others untyped in part.
 """Expected attention: what queries of the future will pay to a key, from statistics of queries."""
 
 import torch

@@ -1,6 +1,6 @@
 """A prompt as retention rules see it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,3 +28,5 @@ class ObservedPrompt:
     those of all layers at once."""
     kept: int
     """Mean number of tokens of a head row that are kept."""
+    head_shares: Sequence[float] = ()
+    """Share of each head row of the model, if calibration has found it."""

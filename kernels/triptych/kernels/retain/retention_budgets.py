@@ -66,7 +66,7 @@ def by_preference(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
     Source: CAKE (preference-prioritized allocation); all layers at once, so no cascade
     """
     always = int(scores[0, 0].isinf().sum())
-    preferences = layer_preferences(prompt.attention).tolist()
+    preferences: list[float] = layer_preferences(prompt.attention).tolist()
     free = max(0, prompt.kept - always)
     budgets = divided(free * len(scores), preferences, prompt.tokens - always)
     rows = zip(scores, budgets, strict=True)
@@ -97,9 +97,29 @@ def with_representatives(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
     return kept.scatter_(-1, order[..., steps * others // max(1, representatives)], value=True)
 
 
+def by_calibration(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """As many tokens of each head row as calibration found, whatever the prompt is.
+
+    What is left of the budget behind the tokens that are always kept divides in proportion to the
+    shares of all head rows of the model.
+
+    Source: Tangram (static ratios of heads, known when a request is admitted)
+    """
+    always, kv_heads = int(scores[0, 0].isinf().sum()), prompt.kv_heads
+    free = max(0, prompt.kept - always) * prompt.model_layers * kv_heads
+    budgets = divided(free, prompt.head_shares, prompt.tokens - always)
+    own = budgets[prompt.layers.start * kv_heads : prompt.layers.stop * kv_heads]
+    rows = zip(scores.flatten(0, 1), own, strict=True)
+    kept = [largest(row, min(always, prompt.kept) + count) for row, count in rows]
+    return torch.stack(kept).view_as(scores)
+
+
 BUDGETS: Mapping[str, Budget] = {
     budget.__name__: budget
-    for budget in (per_head, per_layer, across_heads, by_preference, with_representatives)
+    for budget in (
+        *(per_head, per_layer, across_heads, by_preference, with_representatives),
+        by_calibration,
+    )
 }
 """Budgets by name."""
 

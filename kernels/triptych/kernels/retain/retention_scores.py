@@ -51,7 +51,7 @@ def key_norm(prompt: ObservedPrompt) -> Tensor:
 
     Source: Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression
     """
-    return -prompt.of_keys(lambda keys: keys.norm(dim=-1))
+    return -prompt.of_keys(lambda keys: keys.square().sum(-1).sqrt())
 
 
 def key_difference(prompt: ObservedPrompt) -> Tensor:

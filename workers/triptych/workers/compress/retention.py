@@ -47,6 +47,7 @@ def retained(
         attention=scores.flatten(1)[:, :tokens].reshape(len(layers), kv_heads, tokens),
         of_keys=lambda score: _of_keys(score, memory, plan, raw, tokens, layers),
         kept=round(rule.keep_share * concerned.size),
+        head_shares=rule.head_shares,
     )
     always = torch.ones(tokens, dtype=torch.bool, device=there.name)
     always[there.put(competing).long()] = False

@@ -129,7 +129,7 @@ class QueryStatistics:
             keys, values = (part[None] for part in stored(index))
             keys, _ = self._coordinates.of_stored(keys, values, slice(layer, layer + 1))
             scale = self._scales[index]
-            norms = values[0].norm(dim=-1)
+            norms = values[0].square().sum(-1).sqrt()
             found.append(
                 expected_attention(mean, covariance, keys[0], norms, rotation=rotation, scale=scale)
             )

@@ -22,6 +22,7 @@ def kept_share(
     last_queries: int | None = None,
     measured: Measured = "attention",
     compares_layers: bool = False,
+    head_shares: tuple[float, ...] = (),
 ) -> Policy:
     """A policy that keeps ``compressor.keep_share`` of a prompt's tokens, in the high format.
 
@@ -34,6 +35,7 @@ def kept_share(
         last_queries=last_queries,
         measured=measured,
         compares_layers=compares_layers,
+        head_shares=head_shares,
     )
     return replace(two_classes(config, profile), high_window_tokens=0, retention=rule)
 
@@ -43,8 +45,10 @@ def scorer(name: str, *needs: Need) -> Part:
     return Part(role="scorer", name=name, granularity="token", needs=frozenset(needs))
 
 
-def best(granularity: Granularity) -> Part:
+def best(granularity: Granularity, *needs: Need) -> Part:
     """A budget that keeps the best tokens of each such unit, and drops the others."""
     traits: frozenset[Trait] = frozenset({"drops_tokens", "requantizes_tokens"})
     name = f"share_of_a_{granularity}"
-    return Part(role="budget", name=name, granularity=granularity, traits=traits)
+    return Part(
+        role="budget", name=name, granularity=granularity, needs=frozenset(needs), traits=traits
+    )

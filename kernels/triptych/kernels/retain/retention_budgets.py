@@ -66,7 +66,7 @@ def by_preference(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
     Source: CAKE (preference-prioritized allocation); all layers at once, so no cascade
     """
     always = int(scores[0, 0].isinf().sum())
-    preferences: list[float] = layer_preferences(prompt.attention).tolist()
+    preferences = [float(one) for one in layer_preferences(prompt.attention)]
     free = max(0, prompt.kept - always)
     budgets = divided(free * len(scores), preferences, prompt.tokens - always)
     rows = zip(scores, budgets, strict=True)

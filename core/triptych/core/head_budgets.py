@@ -37,3 +37,21 @@ def check_head_budgets(head_budgets: HeadBudgets, geometry: Geometry) -> None:
         row = head_budgets[first : first + BUDGET_STEPS + 1]
         if row[-1] != BUDGET_MAX or any(low > high for low, high in pairwise(row)):
             raise ValueError("spread: the shares of a head row must grow, up to 255")
+
+
+def head_shares(head_budgets: HeadBudgets, share: float) -> tuple[float, ...]:
+    """The share of each head row, in the order of layers and KV heads, for a mean of ``share``.
+
+    Shares between two steps are on the line between them.
+
+    >>> head_shares(encode_head_budgets(min(1, step / 16) for step in range(33)), 0.25)
+    (0.5019607843137255,)
+    """
+    steps = BUDGET_STEPS + 1
+    below = min(BUDGET_STEPS - 1, int(share * BUDGET_STEPS))
+    part = share * BUDGET_STEPS - below
+    pairs = (
+        (head_budgets[row + below], head_budgets[row + below + 1])
+        for row in range(0, len(head_budgets), steps)
+    )
+    return tuple((low + part * (high - low)) / BUDGET_MAX for low, high in pairs)

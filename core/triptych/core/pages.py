@@ -293,19 +293,25 @@ class PagePlan:
         """Layers of a prompt that are prefilled, handed over and encoded at a time.
 
         All layers if the prompt fits one step, if a single layer is more work than a step, or if
-        tokens are merged. No step computes more than ``chunk_tokens`` tokens in all layers.
+        all layers are compressed together. No step computes more than ``chunk_tokens`` tokens in
+        all layers.
         """
         every = self.geometry.layers
-        is_whole = not (self.layers_at_once and self.compresses) or self.merges or self.keeps_raw
-        if is_whole or prompt_tokens <= self.chunk_tokens:
+        if self.compresses_all_layers or prompt_tokens <= self.chunk_tokens:
             return every
         of_a_step = self.chunk_tokens * every // prompt_tokens
         return min(self.layers_at_once, of_a_step) or every
 
     @property
+    def compresses_all_layers(self) -> bool:
+        """Whether all layers of a prompt are compressed together, however long it is."""
+        is_layerwise = self.layers_at_once > 0 and self.compresses
+        return not is_layerwise or self.merges or self.keeps_raw or self.policy.compares_layers
+
+    @property
     def layer_group_bounds(self) -> tuple[int, ...]:
         """Prompt lengths between which ``layers_of`` is constant: it may change after each."""
-        if not (self.layers_at_once and self.compresses) or self.merges or self.keeps_raw:
+        if self.compresses_all_layers:
             return ()
         every = self.geometry.layers
         steps = {self.chunk_tokens * every // layers for layers in range(1, every + 1)}

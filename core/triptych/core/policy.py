@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
 from triptych.core.images import IMAGE, TEXT, Modality
@@ -28,6 +28,12 @@ class KVRotation:
     key_centre: bytes = b""
 
 
+Measured = Literal["attention", "attention_moments", "query_statistics"]
+"""What prefill measures of a prompt's queries for a retention rule: the sum of the attention that
+each token receives from them, its mean and variance, or the mean and covariance of the queries
+before RoPE."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
     """A rule by which tokens of a prompt are kept or dropped: a score and a budget.
@@ -42,8 +48,14 @@ class Retention:
     keep_share: float
     """Share of the prompt's tokens that are kept, the mean over head rows."""
     last_queries: int | None = None
-    """Queries of the prompt whose attention the score needs: the last so many, or all (0). None: it
-    needs no attention."""
+    """Queries of the prompt that are measured: the last so many, or all (0). None: none are."""
+    measured: Measured = "attention"
+    """What is measured of them."""
+    head_shares: tuple[float, ...] = ()
+    """Share of the tokens that each head row keeps, in the order of layers and KV heads, where
+    calibration has found it; empty: the budget is not static."""
+    compares_layers: bool = False
+    """Whether the budget of a layer depends on what was measured in all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +163,7 @@ class Policy:
 
     @property
     def observing_rule(self) -> Retention | None:
-        """The retention rule for which prefill observes attention; None: there is none."""
+        """The retention rule for which prefill measures queries; None: there is none."""
         parts = (self,) if self.images is None else (self, self.images)
         rules = (part.retention for part in parts if part.retention is not None)
         return next((rule for rule in rules if rule.last_queries is not None), None)
@@ -159,8 +171,22 @@ class Policy:
     @property
     def observes_attention(self) -> bool:
         """Whether prefill adds up the attention that tokens receive."""
+        rule = self.observing_rule
         of_images = self.images is not None and self.images.observes_attention
-        return self.needs_attention_sums or self.observing_rule is not None or of_images
+        return self.needs_attention_sums or of_images or (rule and rule.measured) == "attention"
+
+    @property
+    def measures_queries(self) -> bool:
+        """Whether prefill measures the mean and covariance of queries before RoPE."""
+        rule = self.observing_rule
+        return rule is not None and rule.measured == "query_statistics"
+
+    @property
+    def compares_layers(self) -> bool:
+        """Whether tokens of a layer are kept by what was measured in all layers. Then a prompt is
+        compressed once all of its layers are computed."""
+        parts = (self,) if self.images is None else (self, self.images)
+        return any(part.retention is not None and part.retention.compares_layers for part in parts)
 
     @property
     def decides_by_whole_prompt(self) -> bool:

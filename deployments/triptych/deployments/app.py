@@ -43,6 +43,7 @@ from triptych.workers.models.facts import describe
 from triptych.workers.models.store.model_store import resolve
 from triptych.workers.models.tokenizer import open_tokenizer, read_chat_template
 from triptych.workers.models.vision.vision_traits import describe_vision
+from triptych.workers.prefill.prompt_statistics import known_frequencies
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def make_plan(config: AppConfig) -> AppPlan:
     profile, one = find_profile(config, facts), shard_of(config, 0)
     learned = find_networks(config, facts)
     pages = PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain, learned=learned)
+    known_frequencies(pages, facts)  # raises if a method needs others than it has
     plan = AppPlan(
         config=one,
         model_path=path,

@@ -15,6 +15,7 @@ METHODS = (
     ("uniform:k8v4", "learned:merge", "uniform:fp16"),
     ("snapkv", "learned:score", "adakv"),
     ("kvarn", "fp8", "uniform:k8v2"),
+    ("cake", "expected_attention", "kvcrush"),
 )
 """Beside the default."""
 CLIENTS, ANSWER_TOKENS = 16, 60

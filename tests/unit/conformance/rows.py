@@ -15,7 +15,9 @@ from tests.learned import CHUNK_TOKENS, networks_beside
 from tests.moves import ALONE
 from tests.tiny import DIFFKV
 from tests.unit.workers.decode.test_resume import Client, Stages
+from triptych.core.head_budgets import encode_head_budgets
 from triptych.core.images import Segment
+from triptych.core.layout import Geometry
 from triptych.core.messages import (
     Compress,
     Compressed,
@@ -29,8 +31,10 @@ from triptych.core.messages import (
 )
 from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.table import METHODS
+from triptych.core.profile import Profile, Settings
 from triptych.kernels import OPS, load_tokens
 from triptych.workers.kv.handle_codec import unpack_run
+from triptych.workers.models.facts import describe
 
 METHOD_NAMES = tuple(
     name
@@ -39,7 +43,8 @@ METHOD_NAMES = tuple(
 )
 """Each row of the table, and ``uniform`` with each format whose tokens are written alone."""
 ALIKE = (
-    *("streaming_llm", "knorm", "h2o", "snapkv", "pyramidkv", "tova"),
+    *("streaming_llm", "knorm", "keydiff", "h2o", "snapkv", "pyramidkv", "tova"),
+    *("expected_attention", "kvcrush", "tangram"),
     *("learned:paper", "learned:score"),
     *("saw_int4", "fp8", "kivi", "kivi:2"),
     *(f"uniform:{form}" for form in ("k4v8", "k8v2", "k2v4", "k4v1", "fp8")),
@@ -64,13 +69,33 @@ FILES = tuple(
 """One of each kind, for plans that nothing runs by."""
 
 
+def profile_for(geometry: Geometry, weights: str = "") -> Profile:
+    """A profile of which some methods need the head budgets: odd head rows keep twice as much."""
+    shares = [
+        min(1.0, step / 32 * (4 / 3 if row % 2 else 2 / 3)) if step < 32 else 1.0
+        for row in range(geometry.head_rows)
+        for step in range(33)
+    ]
+    made = Profile(model="made up", weights=weights, geometry=geometry, settings=Settings())
+    return made.with_head_budgets(encode_head_budgets(shares))
+
+
+def profile_beside(model: Path) -> str:
+    """The path of such a profile for a model, which is written."""
+    facts, path = describe(model), model / "profile.json"
+    profile_for(facts.geometry, facts.weights).write(path)
+    return str(path)
+
+
 def settings_of(method: str, model: Path | None = None) -> Mapping[str, object]:
     """Settings by which every class of tokens occurs within a few tokens.
 
     ``model``: where learned networks are beside it.
     """
     learned = [] if model is None else networks_beside(model)
-    return {**DIFFKV, "policy": method, "mass_high": 0.4, "mass_low": 0.1, "learned": learned}
+    masses = {"mass_high": 0.4, "mass_low": 0.1}
+    profile = {} if model is None or method != "tangram" else {"profile": profile_beside(model)}
+    return {**DIFFKV, "policy": method, **masses, "learned": learned, **profile}
 
 
 def compress(

@@ -19,6 +19,7 @@ from tests.unit.conformance.rows import (
     is_same,
     layouts,
     named,
+    profile_for,
     settings_of,
     stored,
 )
@@ -235,6 +236,9 @@ def test_parts_say_what_they_do_and_what_they_need(row: str) -> None:
     assert isinstance(method, Method)
     policy = plan_of("uniform:k8v4" if row == "uniform" else row).policy
     assert policy.observes_attention == bool(method.needs & {"attention_sums", "queries"})
+    rule = policy.observing_rule
+    measured = {"attention_moments", "query_statistics"}
+    assert method.needs & measured == ({rule.measured} & measured if rule else set())
     assert (policy.merger is not None) == ("merges_tokens" in method.traits)
     assert policy.drops_tokens == ("drops_tokens" in method.traits)
     assert (policy.low_format is not None) == ("requantizes_tokens" in method.traits)
@@ -243,4 +247,5 @@ def test_parts_say_what_they_do_and_what_they_need(row: str) -> None:
 
 def plan_of(name: str) -> PagePlan:
     config = AppConfig.from_mapping({"compressor": {"profile": "none", **settings_of(name)}})
-    return PagePlan.of(config, Geometry(layers=2, kv_heads=2, head_dim=64), learned=FILES)
+    geometry = Geometry(layers=2, kv_heads=2, head_dim=64)
+    return PagePlan.of(config, geometry, profile_for(geometry), learned=FILES)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from triptych.core.config import AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError, UnknownMethod
 from triptych.core.layout import Geometry
-from triptych.core.methods.composition import PROVIDED, RULES, Method, Part, Trait
+from triptych.core.methods.composition import PROVIDED, RULES, WITH_PROFILE, Method, Part, Trait
 from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.parts import ATTENTION, EVERY_TOKEN, HADAMARD, ONE_RANGE
 from triptych.core.methods.table import METHODS, policies_of
@@ -117,7 +117,7 @@ def test_every_row_of_the_table_is_a_method_of_its_name(name: str) -> None:
     assert isinstance(found, Method)
     assert (found.name, found.version) == (name, 1)
     assert found.idea
-    found.check_needs(PROVIDED, get_args(NetworkKind))
+    found.check_needs(WITH_PROFILE, get_args(NetworkKind))
 
 
 def test_a_network_serves_the_methods_of_its_kind_alone() -> None:

@@ -1,6 +1,6 @@
 """Retention rules: their formulas by hand, and agreement with the baselines of the evaluation."""
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,10 +18,13 @@ RULES = {
 }
 
 
-def observed(
-    attention: Tensor, kept: int, norms: Callable[[], Tensor] | None = None
-) -> ObservedPrompt:
-    """A prompt of ``attention`` [l, KH, N]."""
+def keys_of(attention: Tensor, keys: Tensor | None) -> Tensor:
+    """Keys [l, KH, N, d]; without any, those of one channel, with these norms."""
+    return attention[..., None] if keys is None else keys
+
+
+def observed(attention: Tensor, kept: int, keys: Tensor | None = None) -> ObservedPrompt:
+    """A prompt of ``attention`` [l, KH, N], and of keys [l, KH, N, d]."""
     layers, kv_heads, tokens = attention.shape
     return ObservedPrompt(
         tokens=tokens,
@@ -29,7 +32,7 @@ def observed(
         layers=range(layers),
         model_layers=layers,
         attention=attention,
-        key_norms=norms or (lambda: attention),
+        of_keys=lambda score: torch.stack([score(layer) for layer in keys_of(attention, keys)]),
         kept=kept,
     )
 
@@ -52,7 +55,7 @@ def row(*large: int, tokens: int = 16) -> Tensor:
     ("score", "attention", "count", "expected"),
     [
         ("recency", row(7), 6, [0, 1, 2, 3, 14, 15]),
-        ("key_norm", -row(7, 3), 2, [3, 7]),  # the shortest keys
+        ("key_norm", 20 - row(7, 3), 2, [3, 7]),  # the shortest keys
         ("heavy_hitters", row(2, 9, 15), 4, [2, 9, 14, 15]),
         ("last_attention", row(2, 9, 4), 3, [2, 9, 15]),
     ],
@@ -69,6 +72,16 @@ def test_snapkv_keeps_its_window_and_neighbours_of_what_the_window_attends_to() 
     attention[..., 20] = 1.0
     (found,) = kept("window_attention", "per_head", observed(attention, 69))
     assert found == [*range(18, 23), *range(36, 100)]
+
+
+def test_keydiff_keeps_the_keys_that_differ_most_from_the_mean_direction() -> None:
+    """By hand: directions of 0, 0, 90 and 180 degrees have their mean at 45 degrees, whatever
+    their lengths; the cosines with it are 0.71, 0.71, 0.71 and -0.71."""
+    keys = torch.tensor([[9.0, 0.0], [1.0, 0.0], [0.0, 0.1], [-5.0, 0.0]])
+    prompt = observed(torch.zeros(1, 1, 4), 1, keys[None, None])
+    scores = SCORES["key_difference"](prompt).flatten()
+    torch.testing.assert_close(scores, torch.tensor([-1.0, -1.0, -1.0, 1.0]) * 0.5**0.5)
+    assert kept("key_difference", "per_head", prompt) == [[3]]
 
 
 def test_tova_takes_the_mean_of_the_heads_of_a_layer() -> None:
@@ -95,6 +108,43 @@ def test_adakv_divides_by_need_and_leaves_each_head_its_safe_share() -> None:
     assert mask[:, 0].sum() > mask[:, 1].sum()
 
 
+def test_kvcrush_keeps_the_best_and_representatives_of_the_others_by_hand() -> None:
+    """Eight tokens, six to keep: the best five of each head, and of the three others one. The
+    better halves are 0 to 3 and 2 to 5, so with the anchor (0, 1) tokens have these distances:
+    0 and 1: 2, 2 and 3: 1, 4 and 5: 0, 6 and 7: 1."""
+    scores = torch.tensor(
+        [[9.0, 8.0, 7.0, 6.0, 5.0, 1.0, 2.0, 3.0], [4.0, 3.0, 9.0, 8.0, 7.0, 6.0, 2.0, 1.0]]
+    )[None]
+    prompt = observed(scores, 6)
+    mask = BUDGETS["with_representatives"](scores, prompt)[0]
+    first, second = (row.nonzero().flatten().tolist() for row in mask)
+    assert first == [0, 1, 2, 3, 4, 5], "of 5, 6 and 7 the nearest to the anchor"
+    assert second == [0, 2, 3, 4, 5, 6], "of 6, 7 and 1"
+
+
+@pytest.mark.parametrize("kept_tokens", [1, 64, 70, 100, 199, 200])
+def test_kvcrush_keeps_exactly_its_budget_and_spreads_representatives(kept_tokens: int) -> None:
+    torch.manual_seed(2)
+    prompt = observed(torch.rand(2, 3, 200), kept_tokens)
+    scores = SCORES["window_attention"](prompt)
+    mask = BUDGETS["with_representatives"](scores, prompt)
+    assert (mask.sum(-1) == kept_tokens).all()
+    important = kept_tokens - int(max(0, kept_tokens - min(64, kept_tokens)) * 0.25)
+    best = torch.zeros_like(mask).scatter_(-1, scores.topk(important).indices, value=True)
+    assert mask[best].all() or kept_tokens < 64, "the best tokens by SnapKV are among them"
+
+
+def test_tangram_keeps_of_each_head_what_calibration_found_whatever_the_layers_are() -> None:
+    """Shares 1, 3, 2, 2 of two layers: of 4 x (40 - 32) tokens the rows get 4, 12, 8 and 8."""
+    scores = torch.rand(2, 2, 60)
+    scores[..., 28:] = float("inf")
+    whole = replace(observed(scores, 40), head_shares=(0.25, 0.75, 0.5, 0.5))
+    mask = BUDGETS["by_calibration"](scores, whole)
+    assert mask.sum(-1).tolist() == [[36, 44], [40, 40]]
+    last = replace(whole, layers=range(1, 2))
+    assert torch.equal(BUDGETS["by_calibration"](scores[1:], last), mask[1:])
+
+
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_rules_agree_with_the_baselines(name: str, share: float) -> None:
@@ -108,7 +158,7 @@ def test_rules_agree_with_the_baselines(name: str, share: float) -> None:
     count = round(share * tokens)
     raw = prompt.sums if name == "h2o" else prompt.last
     mean = raw.unflatten(1, (kv_heads, -1)).mean(2)
-    seen = observed(mean, count, lambda: torch.stack(prompt.keys).norm(dim=-1))
+    seen = observed(mean, count, torch.stack(prompt.keys))
     score, budget = RULES[name]
     mask = BUDGETS[budget](SCORES[score](seen), seen)
     assert torch.equal(mask, EVICTIONS[name](prompt, count))

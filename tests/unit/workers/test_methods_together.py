@@ -125,6 +125,7 @@ CACHED = ("", "learned:score", "leankv", "uniform:k4v2")
         ("snapkv", "learned:merge", "adakv", "leankv"),
         ("h2o", "tova", "learned:score", "pyramidkv"),
         ("streaming_llm", "learned:paper", "knorm", "uniform:k4v2"),
+        ("expected_attention", "cake", "keydiff", "kvcrush"),
     ],
     ids=lambda methods: methods[-1],
 )

@@ -23,6 +23,7 @@ from triptych.workers.models.load import load
 from triptych.workers.models.runner import ModelRunner
 from triptych.workers.models.vision.vision_traits import describe_vision
 from triptych.workers.prefill.prefill_engine import PrefillEngine
+from triptych.workers.prefill.prompt_statistics import known_frequencies
 from triptych.workers.sampling.output import OutputFactory
 from triptych.workers.sampling.sampler import Draw, sample
 from triptych.workers.stage import Engine
@@ -36,6 +37,8 @@ class ModelContext:
     answers: OutputFactory
     two_way_images: bool = False
     """Whether the tokens of an image attend to all of it."""
+    frequencies: tuple[float, ...] = ()
+    """Of RoPE, if a method needs them."""
 
 
 def load_model(
@@ -67,6 +70,7 @@ def _load_context(
         ModelRunner(model, Coordinates.of(plan.policy.kv_rotation, plan.geometry, device)),
         OutputFactory(model, config.context_tokens(model.context_tokens)),
         describe_vision(model_path).two_way,
+        known_frequencies(plan, model),
     )
 
 
@@ -136,6 +140,7 @@ def make_engines(
             device,
             half,
             model_context.two_way_images,
+            model_context.frequencies,
         ),
         "compress": lambda: CompressEngine(pool, plan, prefixes, device),
         "decode": lambda: DecodeEngine(

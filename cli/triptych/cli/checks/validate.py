@@ -187,6 +187,7 @@ def known_of(config: AppConfig) -> "tuple[ModelFacts, AppPlan] | tuple[None, Non
     from triptych.workers.models.facts import describe
     from triptych.workers.models.store.model_store import resolve
     from triptych.workers.models.tokenizer import open_tokenizer
+    from triptych.workers.prefill.prompt_statistics import known_frequencies
 
     try:
         path = resolve(config.model.name, allow_download=False)
@@ -201,6 +202,7 @@ def known_of(config: AppConfig) -> "tuple[ModelFacts, AppPlan] | tuple[None, Non
     plan = app_plan(
         config, facts.geometry, context, profile, is_plain=facts.is_plain, learned=learned
     )
+    known_frequencies(plan, facts)  # raises if a method needs others than it has
     describe_pages(plan)  # raises if nothing is left for requests
     return facts, plan
 

@@ -197,13 +197,13 @@ class CompressorConfig:
     """How each token is stored: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
     significant ones in ``high_format`` and drops others or stores them in ``low_format``;
     ``leankv`` decides by their share of all attention; ``saw_int4``, ``fp8``, ``kivi``, ``kivi:2``
-    and ``kvarn`` store all tokens in formats of their own; ``streaming_llm``, ``knorm``, ``h2o``,
-    ``snapkv``, ``pyramidkv``, ``adakv`` and ``tova`` keep ``keep_share`` of a prompt's tokens, in
+    and ``kvarn`` store all tokens in formats of their own; ``streaming_llm``, ``knorm``,
+    ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``, ``tova``, ``expected_attention``,
+    ``cake``, ``kvcrush`` and ``tangram`` keep ``keep_share`` of a prompt's tokens, in
     ``high_format``; ``learned:merge``, ``learned:paper`` and ``learned:score`` use networks trained
     for the model (``learned``); ``module:object`` is a policy of your own (docs/extending.md).
     ``<method>/<method>``, as in ``uniform:k8v4/snapkv``: the second one decides about the tokens of
-    images in a prompt.
-    ``auto`` without a profile: ``uniform:k8v4``."""
+    images in a prompt. ``auto`` without a profile: ``uniform:k8v4``."""
 
     methods: tuple[str, ...] = ()
     """Methods that a request or a key may choose beside ``policy``, which is the default: names as

@@ -23,10 +23,18 @@ Role = Literal["scorer", "budget", "merger", "basis", "codec"]
 how a token becomes bytes."""
 Granularity = Literal["model", "layer", "head", "token", "page"]
 """The smallest unit about which a part decides, or which it encodes."""
-Need = Literal["attention_sums", "queries", "calibration", "training"]
+Need = Literal[
+    "attention_sums",
+    "queries",
+    "attention_moments",
+    "query_statistics",
+    "calibration",
+    "training",
+]
 """``attention_sums``: the attention that each prompt token received; ``queries``: its attention
-from the last queries of the prompt alone; ``calibration``: a compression profile; ``training``: an
-artefact of a training run."""
+from the last queries of the prompt alone; ``attention_moments``: mean and variance of that;
+``query_statistics``: mean and covariance of the prompt's queries before RoPE; ``calibration``: a
+compression profile; ``training``: an artefact of a training run."""
 Trait = Literal[
     "drops_tokens",
     "requantizes_tokens",
@@ -45,9 +53,12 @@ Trait = Literal[
 written alone; ``bits_by_energy``: channels have bits by their energy; ``scale_normalized``: codes
 do not depend on the norm of a vector.
 """
-PROVIDED: frozenset[Need] = frozenset({"attention_sums", "queries"})
-"""What every server provides; prefill adds up attention only for methods that need it."""
-WITH_PROFILE: frozenset[Need] = frozenset({"attention_sums", "queries", "calibration"})
+PROVIDED: frozenset[Need] = frozenset(
+    {"attention_sums", "queries", "attention_moments", "query_statistics"}
+)
+"""What every server provides; prefill measures only what a method needs. Statistics of queries need
+the RoPE frequencies of the model, which are known for plain layers."""
+WITH_PROFILE: frozenset[Need] = PROVIDED | frozenset[Need]({"calibration"})
 """What a server with a compression profile provides."""
 TRAIN: Mapping[Modality, str] = {TEXT: "triptych train", IMAGE: "triptych train compressor --chats"}
 """Commands that train networks."""

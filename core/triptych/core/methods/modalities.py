@@ -29,7 +29,8 @@ def by_modality(name: str, text: Policy, images: Policy) -> Policy:
         _refuse(
             name,
             "a token has one score: attention from all queries, from the last ones of the prompt, "
-            "or predicted; name two methods that need the same, or one that needs none",
+            "its moments, expected or predicted; name two methods that need the same, or one that "
+            "needs none",
         )
     low = text.low_format or images.low_format
     if images.high_format != text.high_format:
@@ -73,7 +74,7 @@ def _reads_scores(policy: Policy) -> bool:
 def _scores_of(policy: Policy) -> tuple[object, ...]:
     """The source of a policy's token scores: a network, or the queries whose attention counts."""
     rule = policy.observing_rule
-    return (policy.scorer, rule and rule.last_queries)
+    return (policy.scorer, rule and (rule.last_queries, rule.measured))
 
 
 def _refuse(name: str, reason: str) -> None:

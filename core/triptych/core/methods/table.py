@@ -32,11 +32,16 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "kvarn": "triptych.core.methods.codecs.kvarn:METHOD",
         "streaming_llm": "triptych.core.methods.retention.streaming_llm:METHOD",
         "knorm": "triptych.core.methods.retention.knorm:METHOD",
+        "keydiff": "triptych.core.methods.retention.keydiff:METHOD",
         "h2o": "triptych.core.methods.retention.h2o:METHOD",
         "snapkv": "triptych.core.methods.retention.snapkv:METHOD",
         "pyramidkv": "triptych.core.methods.retention.pyramidkv:METHOD",
         "adakv": "triptych.core.methods.retention.adakv:METHOD",
         "tova": "triptych.core.methods.retention.tova:METHOD",
+        "expected_attention": "triptych.core.methods.retention.expected_attention:METHOD",
+        "cake": "triptych.core.methods.retention.cake:METHOD",
+        "kvcrush": "triptych.core.methods.retention.kvcrush:METHOD",
+        "tangram": "triptych.core.methods.retention.tangram:METHOD",
     },
 )
 """Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``

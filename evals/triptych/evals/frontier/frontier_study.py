@@ -33,7 +33,10 @@ BATCH_PROBES = 4
 """Probes that a method runs at once; a study that is stopped repeats at most these."""
 KEPT = (0.5, 0.25)
 """Shares of the tokens that retention rules keep."""
-RETENTION = ("snapkv", "h2o", "tova", "adakv", "pyramidkv", "streaming_llm", "knorm")
+RETENTION = (
+    *("snapkv", "h2o", "tova", "adakv", "pyramidkv", "streaming_llm", "knorm"),
+    *("keydiff", "expected_attention", "cake", "kvcrush", "tangram"),
+)
 """Served, in K8V4."""
 PRUNED = ("snapkv", "h2o", "mean_attention", "pyramidkv", "streaming_llm", "knorm")
 """Baselines, in 16 bits."""

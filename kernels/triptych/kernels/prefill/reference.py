@@ -65,18 +65,45 @@ def prefill_attention(
         if start == end:
             continue
         keys = gather_keys(load_tokens, key[start:end], value[start:end], past, index)
-        logits = _logits(query[start:end], keys.key, scale, softcap)
-        hidden = ~visible(keys, end - start, window, is_two_way(two_way, index))
+        weights = attention_weights(
+            query[start:end],
+            keys,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            two_way=is_two_way(two_way, index),
+        )
         group = query.shape[1] // key.shape[1]
-        logits = logits.masked_fill(hidden.repeat_interleave(group, 0), float("-inf"))
-        weights = logits.softmax(-1)
-        if sinks is not None:
-            weights *= torch.sigmoid(logits.logsumexp(-1) - sinks[:, None])[..., None]
         attended = weights @ keys.value.repeat_interleave(group, 0)
         out[start:end] = attended.transpose(0, 1).to(out.dtype)
         if significance is not None:
             add_sums(significance[index], weights.sum(1), keys, end - start)
     return out
+
+
+def attention_weights(
+    query: Tensor,
+    keys: Keys,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    two_way: bool = False,
+) -> Tensor:
+    """The attention that each new token of one sequence pays to each key, in float32.
+
+    Shapes:  query [n, H, d] -> [H, n, P + n]; the rest as in ``prefill_attention``
+    """
+    logits = _logits(query, keys.key, scale, softcap)
+    hidden = ~visible(keys, len(query), window, two_way)
+    group = query.shape[1] // keys.key.shape[0]
+    logits = logits.masked_fill(hidden.repeat_interleave(group, 0), float("-inf"))
+    weights = logits.softmax(-1)
+    if sinks is not None:
+        weights *= torch.sigmoid(logits.logsumexp(-1) - sinks[:, None])[..., None]
+    return weights
 
 
 Load = Callable[[Tensor, PageLayout, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]

@@ -1,7 +1,13 @@
 """Retention rules: which tokens of a prompt are kept, by a score of each and a budget."""
 
-from triptych.kernels.retain.observed_prompt import ObservedPrompt
-from triptych.kernels.retain.retention_budgets import BUDGETS, largest, pyramid_budgets
+from triptych.kernels.retain.attention_moments import AttentionMoments, layer_preferences
+from triptych.kernels.retain.expected_attention import (
+    FIRST_TOKENS,
+    expected_attention,
+    mean_rotation,
+)
+from triptych.kernels.retain.observed_prompt import KeyScore, ObservedPrompt
+from triptych.kernels.retain.retention_budgets import BUDGETS, divided, largest, pyramid_budgets
 from triptych.kernels.retain.retention_scores import (
     POOL_TOKENS,
     SCORES,
@@ -12,12 +18,19 @@ from triptych.kernels.retain.retention_scores import (
 
 __all__ = [
     "BUDGETS",
+    "FIRST_TOKENS",
     "POOL_TOKENS",
     "SCORES",
     "SINK_TOKENS",
     "WINDOW_TOKENS",
+    "AttentionMoments",
+    "KeyScore",
     "ObservedPrompt",
+    "divided",
+    "expected_attention",
     "largest",
+    "layer_preferences",
+    "mean_rotation",
     "newest",
     "pyramid_budgets",
 ]

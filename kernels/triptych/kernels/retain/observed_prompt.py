@@ -1,9 +1,13 @@
 """A prompt as retention rules see it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+KeyScore = Callable[[Tensor], Tensor]
+"""From the keys of a layer [KH, N, d], float32, in coordinates that a rotation may have changed, to
+scores [KH, N]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +20,13 @@ class ObservedPrompt:
     """Those of the model that these are."""
     model_layers: int
     attention: Tensor
-    """Sums of the attention that each token received from the queries that count, mean over the
-    query heads of a KV head: [l, KH, N] float32; whatever stands there if the rule needs none."""
-    key_norms: Callable[[], Tensor]
-    """Computes the L2 norms of all keys, [l, KH, N] float32: only one rule needs them."""
+    """What prefill measured: sums of the attention that each token received from the queries that
+    count, mean over the query heads of a KV head, or a score made of moments or statistics; [l, KH,
+    N] float32. Whatever stands there if the rule needs none."""
+    of_keys: Callable[[KeyScore], Tensor]
+    """Applies a function to the keys of each layer, [l, KH, N]: few rules need keys, and no rule
+    those of all layers at once."""
     kept: int
     """Mean number of tokens of a head row that are kept."""
+    head_shares: Sequence[float] = ()
+    """Share of each head row of the model, if calibration has found it."""

@@ -2,11 +2,12 @@
 # torch leaves argsort untyped in part.
 """Budgets of retention rules: how the tokens that are kept divide among layers and heads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from triptych.kernels.retain.attention_moments import layer_preferences
 from triptych.kernels.retain.observed_prompt import ObservedPrompt
 from triptych.kernels.retain.retention_scores import WINDOW_TOKENS
 
@@ -14,6 +15,9 @@ PYRAMID = 20
 """PyramidKV's beta: the last layer gets this many times less than the mean."""
 SAFE_SHARE = 0.2
 """Ada-KV's safeguard: each head keeps this share of what it would keep without it."""
+
+REPRESENTED_SHARE = 0.25
+"""KVCrush's share of the budget for tokens that stand for others."""
 
 Budget = Callable[[Tensor, ObservedPrompt], Tensor]
 """From scores [l, KH, N] to the tokens that are kept, bool [l, KH, N]."""
@@ -53,10 +57,91 @@ def across_heads(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
     return largest(scores.flatten(1), prompt.kept * prompt.kv_heads).view_as(scores)
 
 
+def by_preference(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """More in layers whose attention is spread over many tokens and changes between queries.
+
+    What is left of the budget behind the tokens that are always kept divides in proportion to the
+    preferences of the layers; a layer that has fewer tokens leaves the rest to the others.
+
+    Source: CAKE (preference-prioritized allocation); all layers at once, so no cascade
+    """
+    always = int(scores[0, 0].isinf().sum())
+    preferences = [float(one) for one in layer_preferences(prompt.attention)]
+    free = max(0, prompt.kept - always)
+    budgets = divided(free * len(scores), preferences, prompt.tokens - always)
+    rows = zip(scores, budgets, strict=True)
+    return torch.stack([largest(row, min(always, prompt.kept) + count) for row, count in rows])
+
+
+def with_representatives(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """The best tokens of each head row, and a quarter of the budget for tokens that stand for the
+    others.
+
+    A token is described by one bit for each head of its layer: whether it is in the better half of
+    the tokens about which the rule decides. The tokens that are not among the best are put in order
+    of the Hamming distance between their bits and 0, 1, 0, 1, ...; those at even steps are kept.
+
+    Source: KVCrush (signatures by the behaviour of heads, an anchor, representatives); share,
+            anchor and even steps as in the authors' code, tokens instead of pages
+    """
+    tokens, kv_heads = scores.shape[-1], scores.shape[1]
+    always = int(scores[0, 0].isinf().sum())
+    representatives = int(max(0, prompt.kept - always) * REPRESENTED_SHARE)
+    kept = largest(scores, prompt.kept - representatives)
+    bits = largest(scores.masked_fill(scores.isinf(), float("-inf")), (tokens - always) // 2)
+    anchor = torch.arange(kv_heads, device=scores.device) % 2 == 1
+    distances = (bits != anchor[:, None]).sum(1, keepdim=True).expand_as(bits)
+    order = distances.masked_fill(kept, kv_heads + 1).argsort(dim=-1, stable=True)
+    steps = torch.arange(representatives, device=scores.device)
+    others = tokens - min(tokens, prompt.kept - representatives)
+    return kept.scatter_(-1, order[..., steps * others // max(1, representatives)], value=True)
+
+
+def by_calibration(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """As many tokens of each head row as calibration found, whatever the prompt is.
+
+    What is left of the budget behind the tokens that are always kept divides in proportion to the
+    shares of all head rows of the model.
+
+    Source: Tangram (static ratios of heads, known when a request is admitted)
+    """
+    always, kv_heads = int(scores[0, 0].isinf().sum()), prompt.kv_heads
+    free = max(0, prompt.kept - always) * prompt.model_layers * kv_heads
+    budgets = divided(free, prompt.head_shares, prompt.tokens - always)
+    own = budgets[prompt.layers.start * kv_heads : prompt.layers.stop * kv_heads]
+    rows = zip(scores.flatten(0, 1), own, strict=True)
+    kept = [largest(row, min(always, prompt.kept) + count) for row, count in rows]
+    return torch.stack(kept).view_as(scores)
+
+
 BUDGETS: Mapping[str, Budget] = {
-    budget.__name__: budget for budget in (per_head, per_layer, across_heads)
+    budget.__name__: budget
+    for budget in (
+        *(per_head, per_layer, across_heads, by_preference, with_representatives),
+        by_calibration,
+    )
 }
 """Budgets by name."""
+
+
+def divided(total: int, weights: Sequence[float], most: int) -> list[int]:
+    """``total`` in whole parts in proportion to weights, none above ``most``.
+
+    What is cut off is shared equally by the parts below ``most``, the first ones first.
+
+    Source: CAKE, the authors' code (``adjust_budgets``)
+    """
+    whole = sum(weights)
+    wishes = [total * weight / whole if whole > 0 else total / len(weights) for weight in weights]
+    parts = [min(most, int(wish)) for wish in wishes]
+    while left := total - sum(parts):
+        free = [index for index, part in enumerate(parts) if part < most]
+        if not free:
+            break
+        share, more = divmod(left, len(free))
+        for rank, index in enumerate(free):
+            parts[index] = min(most, parts[index] + share + (rank < more))
+    return parts
 
 
 def pyramid_budgets(layers: int, tokens: int, budget: int) -> list[int]:

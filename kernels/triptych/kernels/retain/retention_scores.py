@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triptych.core.methods.retention.kept_share import WINDOW_QUERIES
+from triptych.core.methods.retention.kept_share import MOMENT_QUERIES, WINDOW_QUERIES
+from triptych.kernels.retain.attention_moments import CARRIERS
+from triptych.kernels.retain.expected_attention import FIRST_TOKENS
 from triptych.kernels.retain.observed_prompt import ObservedPrompt
 
 SINK_TOKENS = 4
@@ -49,7 +51,16 @@ def key_norm(prompt: ObservedPrompt) -> Tensor:
 
     Source: Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression
     """
-    return -prompt.key_norms()
+    return -prompt.of_keys(lambda keys: keys.square().sum(-1).sqrt())
+
+
+def key_difference(prompt: ObservedPrompt) -> Tensor:
+    """Minus the cosine of the angle between a key and the mean direction of all keys.
+
+    Source: KeyDiff (the anchor is the mean of normalized keys); the whole prompt at once, as in
+            kvpress, and not block by block
+    """
+    return prompt.of_keys(_difference_of_directions)
 
 
 def heavy_hitters(prompt: ObservedPrompt) -> Tensor:
@@ -65,11 +76,17 @@ def window_attention(prompt: ObservedPrompt) -> Tensor:
 
     Source: SnapKV, section 4 (observation window, pooling); mean over the group, as in kvpress
     """
-    window = min(WINDOW_TOKENS, prompt.kept, prompt.tokens)
-    before = prompt.attention[..., : prompt.tokens - window]
-    if before.shape[-1]:
-        before = functional.avg_pool1d(before, POOL_TOKENS, stride=1, padding=POOL_TOKENS // 2)
-    return newest(functional.pad(before, (0, window)), window)
+    return _pooled(prompt, min(WINDOW_TOKENS, prompt.kept, prompt.tokens))
+
+
+def shifting_attention(prompt: ObservedPrompt) -> Tensor:
+    """Mean and variance of the attention from the last 32 queries, a mean over five neighbours.
+
+    Prefill has computed it (``AttentionMoments``); the window is kept.
+
+    Source: CAKE (indicator that tolerates shifts of attention), pooled as in the authors' code
+    """
+    return _pooled(prompt, min(max(CARRIERS, min(MOMENT_QUERIES, prompt.kept)), prompt.tokens))
 
 
 def last_attention(prompt: ObservedPrompt) -> Tensor:
@@ -81,8 +98,36 @@ def last_attention(prompt: ObservedPrompt) -> Tensor:
     return newest(scores, 1)
 
 
+def expected(prompt: ObservedPrompt) -> Tensor:
+    """The attention that later queries are expected to pay, times the norm of the value.
+
+    Prefill has computed it (``expected_attention``); the first four tokens are kept.
+
+    Source: Expected Attention; the first tokens as in kvpress
+    """
+    position = torch.arange(prompt.tokens, device=prompt.attention.device)
+    return prompt.attention.masked_fill(position < FIRST_TOKENS, float("inf"))
+
+
+def _pooled(prompt: ObservedPrompt, window: int) -> Tensor:
+    before = prompt.attention[..., : prompt.tokens - window]
+    if before.shape[-1]:
+        before = functional.avg_pool1d(before, POOL_TOKENS, stride=1, padding=POOL_TOKENS // 2)
+    return newest(functional.pad(before, (0, window)), window)
+
+
+def _difference_of_directions(keys: Tensor) -> Tensor:
+    directions = functional.normalize(keys, dim=-1)
+    anchor = functional.normalize(directions.mean(1, keepdim=True), dim=-1)
+    return -(directions * anchor).sum(-1)
+
+
 SCORES: Mapping[str, Score] = {
     score.__name__: score
-    for score in (recency, key_norm, heavy_hitters, window_attention, last_attention)
+    for score in (
+        *(recency, key_norm, key_difference),
+        *(heavy_hitters, window_attention, last_attention),
+        *(expected, shifting_attention),
+    )
 }
 """Scores by name."""

@@ -50,6 +50,7 @@ from triptych.workers.factory import load_model, make_engines
 from triptych.workers.kv import block_table
 from triptych.workers.kv.block_table import SectionTable
 from triptych.workers.kv.handle_codec import pool_pages
+from triptych.workers.models.compression_profile import find_profile
 from triptych.workers.models.facts import describe
 
 SLOTS, CONTEXT, ANSWER = 3, 256, 40
@@ -134,7 +135,12 @@ class Stages:
         }
         config = build(AppConfig, settings)
         facts = describe(model)
-        plan = PagePlan.of(config, facts.geometry, learned=find_networks(config, facts))
+        plan = PagePlan.of(
+            config,
+            facts.geometry,
+            find_profile(config, facts),
+            learned=find_networks(config, facts),
+        )
         pool = LocalPool(config.pool.kv_cache_memory_bytes // plan.page_bytes, plan.page_bytes)
         stages = ("prefill", "compress", "decode")
         model_context = load_model(config, plan, model, stages, device)

@@ -11,7 +11,7 @@ from triptych.core.pages import PagePlan
 from triptych.core.policy import Retention
 from triptych.kernels import load_tokens
 from triptych.kernels.pages import segments
-from triptych.kernels.retain import BUDGETS, SCORES, ObservedPrompt
+from triptych.kernels.retain import BUDGETS, SCORES, KeyScore, ObservedPrompt
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.models.kv_rotation import Coordinates
 
@@ -45,8 +45,9 @@ def retained(
         layers=layers,
         model_layers=plan.geometry.layers,
         attention=scores.flatten(1)[:, :tokens].reshape(len(layers), kv_heads, tokens),
-        key_norms=lambda: _key_norms(memory, plan, raw, tokens, layers),
+        of_keys=lambda score: _of_keys(score, memory, plan, raw, tokens, layers),
         kept=round(rule.keep_share * concerned.size),
+        head_shares=rule.head_shares,
     )
     always = torch.ones(tokens, dtype=torch.bool, device=there.name)
     always[there.put(competing).long()] = False
@@ -58,18 +59,20 @@ def retained(
     return kept.reshape(len(raw), tokens)
 
 
-def _key_norms(memory: DevicePages, plan: PagePlan, raw: Ids, tokens: int, layers: range) -> Tensor:
-    """L2 norms of keys, [layers, kv_heads, tokens], layer by layer.
+def _of_keys(
+    score: KeyScore, memory: DevicePages, plan: PagePlan, raw: Ids, tokens: int, layers: range
+) -> Tensor:
+    """Scores of keys, [layers, kv_heads, tokens], layer by layer.
 
-    Pages hold rotated and centred keys; a rotation does not change norms.
+    Pages hold rotated and centred keys; a rotation changes neither norms nor angles.
     """
     kv_heads, put = plan.geometry.kv_heads, memory.device.put
     rotation = Coordinates.of(plan.policy.kv_rotation, plan.geometry)
     counts = put(np.full(kv_heads, tokens, np.int32))
-    norms = list[Tensor]()
+    found = list[Tensor]()
     for pages, layer in zip(np.split(raw, len(layers)), layers, strict=True):
         keys, _, _ = load_tokens(memory.near, plan.raw, put(np.ascontiguousarray(pages)), counts)
         if rotation is not None:
             keys = keys + rotation.centre[layer].to(keys.device)[:, None]
-        norms.append(keys.square().sum(-1).sqrt())
-    return torch.stack(norms)
+        found.append(score(keys))
+    return torch.stack(found)

@@ -2,6 +2,9 @@
 # Some methods of tensors have no types.
 """Attention of the prefill stage."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,7 +12,8 @@ from torch import Tensor
 
 from triptych.core.layout import PageLayout
 from triptych.core.pages import PagePlan
-from triptych.kernels import Past, prefill_attention, round_tokens, store_tokens
+from triptych.kernels import Past, load_tokens, prefill_attention, round_tokens, store_tokens
+from triptych.kernels.prefill.reference import Keys, attention_weights, gather_keys
 from triptych.kvpool import Arena
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.models.attention_interface import LayerTraits
@@ -95,7 +99,27 @@ class ChunkAttention:
         )
         if sums is not None:
             self._add_to_prompts(layer, sums)
+        self._add_to_statistics(layer, query, key, value, past, traits, sinks)
         return mixed.to(dtype)
+
+    def _add_to_statistics(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        past: Past | None,
+        traits: LayerTraits,
+        sinks: Tensor | None,
+    ) -> None:
+        """Add the queries to the statistics of their prompts, where methods need any."""
+        for index, (part, first) in enumerate(zip(self._sequences, self._offsets, strict=False)):
+            if part.statistics is None:
+                continue
+            new = slice(first, first + part.tokens)
+            keys = partial(gather_keys, load_tokens, key[new], value[new], past, index)
+            weights = partial(_weights, query[new], keys, traits, sinks, part.is_two_way)
+            part.statistics.add(layer, part.start, query[new], traits, weights)
 
     def _empty_sums(self, heads: int) -> Tensor:
         longest = max(part.end for part in self._sequences)
@@ -106,6 +130,25 @@ class ChunkAttention:
             attention, first, end = part.prompt.attention, part.prompt.rounded.stop, part.end
             if attention is not None and part.is_observed:
                 attention[layer, :, : end - first] += received[:, first:end]
+
+
+def _weights(
+    query: Tensor,
+    keys: Callable[[], Keys],
+    traits: LayerTraits,
+    sinks: Tensor | None,
+    two_way: bool,
+) -> Tensor:
+    """Attention of the queries of a sequence, [H, n, P + n]."""
+    return attention_weights(
+        query,
+        keys(),
+        scale=traits.scale,
+        window=traits.window,
+        softcap=traits.softcap,
+        sinks=sinks,
+        two_way=two_way,
+    )
 
 
 def _rounded_tokens(chunks: list[PrefillChunk]) -> dict[PageLayout, NDArray[np.bool_]]:

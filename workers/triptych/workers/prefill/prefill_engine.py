@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import cast
 
@@ -30,7 +31,7 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.core.pages import PagePlan
-from triptych.kernels import ALWAYS_HIGH, largest_sums, mean_sums
+from triptych.kernels import ALWAYS_HIGH, largest_sums, load_tokens, mean_sums
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.device import CPU, Device
@@ -51,6 +52,7 @@ from triptych.workers.prefill.prompt_batch import (
     rotary_of,
 )
 from triptych.workers.prefill.prompt_logprobs import PromptLogprobRows
+from triptych.workers.prefill.prompt_statistics import StatisticsFactory
 from triptych.workers.sampling.output import OutputFactory, OutputProcessor
 from triptych.workers.sampling.sampler import Draw, sample
 from triptych.workers.stage import refuse
@@ -99,6 +101,8 @@ class PrefillEngine:
     cores."""
     two_way_images: bool = False
     """Whether the tokens of an image attend to all of it, and not only to those before them."""
+    frequencies: Sequence[float] = ()
+    """Of RoPE, if a method needs them."""
     stage: Stage = "prefill"
     _scheduler: ChunkScheduler = field(default_factory=ChunkScheduler)
     _waiting: list[PendingRequest] = field(default_factory=list[PendingRequest])
@@ -108,6 +112,9 @@ class PrefillEngine:
         self._memory = DevicePages.in_place(self.pool.arena, self.device)
         self._restores = PrefixRestore(self.prefixes) if self.prefixes is not None else None
         self._images = ImageFeatures(self.pool)
+        self._statistics = StatisticsFactory(
+            self.plan.geometry, self.runner.num_heads, self.frequencies, self.device.name
+        )
 
     # ---------------------------------------------------------------- the Engine protocol
 
@@ -252,7 +259,7 @@ class PrefillEngine:
         )
         if prompt.layerwise is not None:
             return prompt
-        self._allocate(prompt, self.plan.geometry.layers)
+        self._allocate(prompt, range(self.plan.geometry.layers))
         if request.is_scored:
             prompt.scores = PromptLogprobRows(request.prompt, request.sampling.prompt_logprobs)
         if self.prefixes is not None and plan.caches_prompts:
@@ -271,14 +278,16 @@ class PrefillEngine:
                 self.pool.free(prompt.pages.ravel())
             raise
 
-    def _allocate(self, prompt: Prompt, layers: int) -> None:
-        """Allocate raw pages and attention sums for some layers."""
+    def _allocate(self, prompt: Prompt, layers: range) -> None:
+        """Allocate raw pages for some layers, and what is measured in them."""
         tokens, kv_heads = prompt.request.known_tokens, self.plan.geometry.kv_heads
         per_row = self.plan.raw.pages(tokens)
-        ids = self.pool.allocate(layers * kv_heads * per_row)
-        prompt.pages = ids.reshape(layers, kv_heads, per_row)
-        if prompt.plan.policy.observes_attention:
-            shape = (layers, self.runner.num_heads, tokens - prompt.rounded.stop)
+        ids = self.pool.allocate(len(layers) * kv_heads * per_row)
+        prompt.pages = ids.reshape(len(layers), kv_heads, per_row)
+        policy = prompt.plan.policy
+        prompt.statistics = self._statistics.make(policy, layers, tokens, prompt.first_observed)
+        if policy.observes_attention:
+            shape = (len(layers), self.runner.num_heads, tokens - prompt.rounded.stop)
             prompt.attention = torch.zeros(shape, device=self.device.name)
 
     def _drop(self, prompt: Prompt) -> None:
@@ -322,7 +331,7 @@ class PrefillEngine:
             layerwise.next_layer, min(layerwise.next_layer + layerwise.layers_per_part, every)
         )
         try:
-            self._allocate(prompt, len(layers))
+            self._allocate(prompt, layers)
         except TriptychError as error:
             refused.append(refuse(prompt.request.id, error))
             self._prompts.remove(prompt)
@@ -407,16 +416,29 @@ class PrefillEngine:
             return None
 
     def _store_significance(self, prompt: Prompt) -> None:
-        """Store the attention that each token received in the score segments of its pages."""
-        if prompt.attention is None:
+        """Store the attention that each token received, or the score that a method makes of the
+        queries, in the score segments of its pages."""
+        kv_heads, per_page = self.plan.geometry.kv_heads, self.plan.raw.tokens
+        if prompt.statistics is not None:
+            sums = prompt.statistics.scores(partial(self._stored, prompt))
+        elif prompt.attention is not None:
+            merge = largest_sums if prompt.plan.policy.observing_rule is None else mean_sums
+            sums = merge(prompt.attention, kv_heads)
+            sums = F.pad(sums, (prompt.rounded.stop, 0), value=ALWAYS_HIGH)
+        else:
             return
-        geometry, per_page = self.plan.geometry, self.plan.raw.tokens
-        merge = largest_sums if prompt.plan.policy.observing_rule is None else mean_sums
-        sums = merge(prompt.attention, geometry.kv_heads)
-        sums = F.pad(sums, (prompt.rounded.stop, 0), value=ALWAYS_HIGH)
         padded = F.pad(sums, (0, -prompt.request.known_tokens % per_page))
         ids = self.device.put(prompt.pages).long().flatten()
         segments(self._memory.near, self.plan.raw).scores[ids] = padded.reshape(-1, per_page)
+
+    def _stored(self, prompt: Prompt, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a prompt in one of the layers of its pages, [KH, N, d] float32."""
+        pages = self.device.put(np.ascontiguousarray(prompt.pages[layer]))
+        counts = np.full(len(pages), prompt.request.known_tokens, np.int32)
+        keys, values, _ = load_tokens(
+            self._memory.near, self.plan.raw, pages, self.device.put(counts)
+        )
+        return keys, values
 
     def _hand_over(self, done: list[Prompt], going_on: list[Started]) -> list[Send]:
         """Hand the pages of finished prompts to those of their requests that go on."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from triptych.core.messages import Request
 from triptych.core.pages import PagePlan
 from triptych.workers.prefill.prompt_logprobs import SCORED_TOKENS, PromptLogprobRows
+from triptych.workers.prefill.prompt_statistics import PromptStatistics
 from triptych.workers.prefill.rotary_positions import AXES, rotary_positions
 
 UNENCODED = 1
@@ -57,6 +58,8 @@ class Prompt:
     attention: Tensor | None = None
     """Attention that each token behind the rounded ones received so far, [layers, heads, tokens];
     None: not needed."""
+    statistics: PromptStatistics | None = None
+    """What is measured of its queries beside attention; None: nothing."""
     cached: int = 0
     """Tokens from the prefix cache."""
     scores: PromptLogprobRows | None = None
@@ -93,7 +96,7 @@ class Prompt:
 
     @property
     def first_observed(self) -> int:
-        """The first query whose attention counts: that to rounded tokens decides nothing, and some
+        """The first query that is measured: attention to rounded tokens decides nothing, and some
         methods need the last queries alone, and the rest of a block that they are in."""
         rule = self.plan.policy.observing_rule
         if rule is None or not rule.last_queries:
@@ -163,6 +166,11 @@ class PrefillChunk:
     def is_observed(self) -> bool:
         """Whether the attention of some of its queries counts."""
         return self.prompt.attention is not None and self.end > self.prompt.first_observed
+
+    @property
+    def statistics(self) -> PromptStatistics | None:
+        """The statistics that its queries add to; None: they add to none."""
+        return self.prompt.statistics if self.end > self.prompt.first_observed else None
 
     @property
     def is_two_way(self) -> bool:

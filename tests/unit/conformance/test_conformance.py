@@ -216,10 +216,12 @@ def test_the_next_worker_goes_on_wherever_the_first_one_died(stages: Stages) -> 
 @settings(max_examples=60, deadline=None)
 @given(prompt=st.integers(1, 2000), more=st.integers(0, 600))
 def test_the_byte_model_grows_with_tokens(name: str, prompt: int, more: int) -> None:
-    model = ByteModel(plan_of(name))
+    plan = plan_of(name)
+    model = ByteModel(plan)
     now, then = model.estimate(prompt, 0), model.estimate(prompt, more)
     assert now.compressed == then.compressed <= now.grown <= then.grown
-    assert then.grown <= now.compressed + then.growth
+    if prompt + more > plan.full_recent_tokens:  # of fewer tokens decode moves none to other pages
+        assert then.grown <= now.compressed + then.growth
     assert model.estimate(prompt + more, 0).grown == then.grown
 
 

@@ -129,7 +129,7 @@ def test_records_that_kvpress_made_have_rows_behind_those_of_the_study(
     ours, theirs = (row for row in rows_of(prepared, more)[3:5])
     assert theirs == replace(ours, method="kvpress:snapkv@0.5", paper="SnapKV")
     assert not theirs.served
-    assert paper_of("kvpress:keydiff@0.25") == ""
+    assert paper_of("kvpress:leverage_score@0.25") == ""
 
 
 def test_the_frontier_has_what_nothing_beats_in_both(

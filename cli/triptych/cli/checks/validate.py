@@ -202,7 +202,7 @@ def known_of(config: AppConfig) -> "tuple[ModelFacts, AppPlan] | tuple[None, Non
     plan = app_plan(
         config, facts.geometry, context, profile, is_plain=facts.is_plain, learned=learned
     )
-    known_frequencies(plan, facts)  # raises if a method needs others than it has
+    known_frequencies(plan.pages, facts)  # raises if a method needs others than it has
     describe_pages(plan)  # raises if nothing is left for requests
     return facts, plan
 

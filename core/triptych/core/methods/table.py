@@ -82,10 +82,13 @@ def policies_of(
     return _together([default, *others])
 
 
-def offered_methods(learned: Sequence[LearnedFile] = ()) -> tuple[str, ...]:
-    """Names of all methods that a server with a profile can offer, plug-ins left out.
+def offered_methods(
+    learned: Sequence[LearnedFile] = (), profile: Profile | None = None
+) -> tuple[str, ...]:
+    """Names of all methods that a server can offer, plug-ins left out.
 
-    ``learned``: files of networks for the model; a method that needs another one is left out.
+    ``learned``: files of networks for the model; a method that needs another one is left out, and
+    so is one that needs head budgets which ``profile`` does not have.
     """
     kinds = _networks_for(TEXT, learned).keys()
     uniform = [f"uniform:{form}" for form in FORMATS if not page_format(form).codes_whole_pages]
@@ -93,7 +96,10 @@ def offered_methods(learned: Sequence[LearnedFile] = ()) -> tuple[str, ...]:
     for name in METHODS.builtin:
         method = METHODS.load(name)
         assert isinstance(method, Method)
-        if all(part.network is None or part.network in kinds for part in method.parts):
+        has_budgets = "calibration" not in method.needs or bool(profile and profile.spread)
+        if has_budgets and all(
+            part.network is None or part.network in kinds for part in method.parts
+        ):
             found += uniform if name == "uniform" else [name]
     return tuple(found)
 

@@ -132,7 +132,8 @@ def with_other_methods(profile: Profile, plan: Calibration, run: RunStudy) -> Pr
     files = find_networks(settings, facts)
     names = plan.other_methods
     if names == (ALL,):
-        names = tuple(name for name in offered_methods(files) if name != profile.settings.policy)
+        offered = offered_methods(files, profile)
+        names = tuple(name for name in offered if name != profile.settings.policy)
     if not names:
         return profile
     networks = dict(profile.measured_networks)

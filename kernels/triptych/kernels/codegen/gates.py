@@ -53,7 +53,7 @@ def _decode_gates(name: str, row: Compiled) -> Iterator[str]:
 def _prefill_gates(row: Compiled, flash: Compiled) -> Iterator[str]:
     """Only where warps multiply in groups: elsewhere its blocks spill registers."""
     ours, theirs = (_before(one) for one in (row, flash))
-    if multiplies_in_groups(row.target) and ours > MOST_OVER_FLASH * theirs:
+    if multiplies_in_groups(row.target) and theirs and ours > MOST_OVER_FLASH * theirs:
         yield (
             f"{row.kernel} {row.variant} on {row.target} issues {ours:.2f} instructions for a "
             f"query and a key, FlashAttention {theirs:.2f}; at most {MOST_OVER_FLASH} times as many"

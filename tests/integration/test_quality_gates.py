@@ -15,7 +15,8 @@ K8V8, K8V4, K4V4 = (
 BOUNDS = {
     # Without rotation the first token loses most in 8 bits: 0.0004, and below 0.0001 in 16.
     K8V8: {"kl": 5e-4, "top1": 0.99, "data": 0.54},
-    K8V4: {"kl": 0.002, "top1": 0.985, "data": 0.46},
+    # One step of the 256 is 0.004: processors that round differently have 0.984 and 0.988.
+    K8V4: {"kl": 0.002, "top1": 0.98, "data": 0.46},
     K4V4: {"kl": 0.009, "top1": 0.95, "data": 0.35},
     PAPER: {"kl": 0.007, "top1": 0.96, "data": 0.40},
 }

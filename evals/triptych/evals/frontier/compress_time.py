@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from triptych.core.config import AppConfig, ModelConfig
+from triptych.core.errors import ModelError
 from triptych.core.messages import (
     Compress,
+    Compressed,
     CompressItem,
     Encode,
     Message,
@@ -29,8 +31,9 @@ from triptych.workers.stage import Engine
 
 REPEATS = 3
 """Measurements of each batch; the shortest counts, since noise only adds time."""
-SPARE = 1.3
-"""Pages of the pool over the raw pages of the largest batch: compressed pages come beside them."""
+SPARE = 2.2
+"""Pages of the pool over the raw pages of the largest batch: compressed pages come beside them, and
+those of 16 bits take as many."""
 
 
 def compress_times(
@@ -111,8 +114,11 @@ class _Stages:
         began_s = time.perf_counter()
         _messages(self.compress.accept(Compress(items=tuple(items))))
         self.compress.accept(Encode(requests=tuple(ids), arena=self.pool.arena.id))
-        _messages(self.compress.step())
+        sent = _messages(self.compress.step())
         took_s = time.perf_counter() - began_s
+        encoded = sum(isinstance(message, Compressed) for message in sent)
+        if encoded < batch:
+            raise ModelError(f"the compressor encoded {encoded} of {batch} prompts: {sent[-1:]}")
         self.pool.withdraw(ids)
         return took_s, done[0].token_s * len(self.prompt)
 

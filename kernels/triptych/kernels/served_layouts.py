@@ -32,7 +32,7 @@ class ServedLayouts:
 
     @property
     def sections(self) -> tuple[tuple[PageLayout, bool], ...]:
-        """What attention reads in one call; ``TableLayouts.sections``."""
+        """Page layouts that one call of attention reads (``TableLayouts.sections``)."""
         return TableLayouts.of(self.plan).sections
 
     @property

@@ -193,7 +193,7 @@ def compile_launch(launch: Launch, task: Task) -> Compiled:
 
 
 def _work_of_passes(launch: Launch) -> list[tuple[str, int, int]]:
-    """What each loop of an attention kernel reads, how many tokens, and for how many queries.
+    """For each loop of an attention kernel: what it reads, tokens of a pass, queries of a pass.
 
     Decode attention has a loop for each section, prefill one for past pages and two for new keys.
     """

@@ -1,4 +1,4 @@
-"""What compiled kernels must keep to: limits on spills, on widths of loads, on instructions.
+"""Limits on the machine code of kernels: register spills, widths of loads, instructions.
 
 A GPU shows the rest. These are what it cannot be fast without, and they need none.
 """

@@ -252,7 +252,7 @@ def _codec() -> Iterator[Planned]:
 
 
 def _stores(layout: PageLayout) -> Iterator[Planned]:
-    """What writes single tokens to a layout; formats that are encoded whole have no such calls."""
+    """Launches that write single tokens to a layout; none if its pages are encoded whole."""
     if layout.format.codes_whole_pages:
         return
     slots, scores = (_meta(100, 8), _meta(100, 8), _meta(100)), _meta(100, 8).float()

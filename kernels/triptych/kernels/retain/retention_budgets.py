@@ -98,7 +98,7 @@ def with_representatives(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
 
 
 def by_calibration(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
-    """As many tokens of each head row as calibration found, whatever the prompt is.
+    """Fixed budgets of head rows, measured by calibration: the same for every prompt.
 
     What is left of the budget behind the tokens that are always kept divides in proportion to the
     shares of all head rows of the model.

@@ -18,8 +18,6 @@ computed for two rows: that takes as long, since it is the weights that are read
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
 """Numbers of rows for which products are computed."""
-SHORT_ROW_COUNTS = (*ROW_COUNTS, 1024, 2048, 4096, 8192)
-"""The same for products with few outputs."""
 FILLED_UP = 64
 """Fewer rows are filled up to one of these numbers, more are divided into several."""
 MOST_FILLING = 1 / 8
@@ -54,16 +52,10 @@ class BlockedProduct:
         return native or dtype == torch.float32
 
     @classmethod
-    def of(
-        cls, weight: Tensor, bias: Tensor | None = None, counts: tuple[int, ...] = ()
-    ) -> "BlockedProduct":
-        """``counts``: numbers of rows; empty: those of ``row_counts``.
-
-        Shapes:  weight (out, in), bias (out,)
-        """
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> "BlockedProduct":
+        """Shapes:  weight (out, in), bias (out,)"""
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-        given = counts or row_counts(weight.dtype, weight.shape[1])
-        return cls(blocked, bias, len(weight), given)
+        return cls(blocked, bias, len(weight), row_counts(weight.dtype, weight.shape[1]))
 
     def for_few_rows(self) -> "BlockedProduct":
         """The same product, faster for up to 32 rows; on a processor with AMX with other bits."""
@@ -73,13 +65,9 @@ class BlockedProduct:
         """Shapes:  (T, in) -> (T, out)"""
         if not len(rows):
             return rows.new_empty(0, self.out_features)
-        return in_pieces(self.once, rows, self.counts)
+        return in_pieces(self._multiply, rows, self.counts)
 
-    def once(self, rows: Tensor) -> Tensor:
-        """One product for all rows. What oneDNN prepared for their number is kept.
-
-        Shapes:  (..., in) -> (..., out)
-        """
+    def _multiply(self, rows: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.default(
             rows, self.blocked, self.bias, "none", [], ""
         )

@@ -22,7 +22,7 @@ from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 from triptych.core.config.cache_dirs import can_write, writable_cache_dir
-from triptych.kernels.codegen.simd import POINTER, Emitter
+from triptych.kernels.codegen.simd import POINTER, Emitter, vector
 
 _KERNELS = Path(__file__).parents[1]
 
@@ -194,6 +194,27 @@ def prefetch(typing_context, address):
         return context.get_dummy_value()
 
     return types.void(types.int64), emit
+
+
+LANES = 16
+
+
+@intrinsic(prefer_literal=True)
+def hadamard_block(typing_context, address, size):
+    """Multiply ``size`` floats at an address, a literal power of two, by 1 and -1 in place."""
+    count = size.literal_value
+    lanes = min(LANES, count)
+
+    def emit(context, builder, signature, arguments):
+        emitter, kind = Emitter(builder), vector(ir.FloatType(), lanes)
+        first = builder.inttoptr(arguments[0], POINTER)
+        places = [emitter.byte(first, 4 * lanes * part) for part in range(count // lanes)]
+        parts = emitter.hadamard([emitter.load(place, kind) for place in places])
+        for part, place in zip(parts, places, strict=True):
+            emitter.store(part, place)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, size), emit
 
 
 @intrinsic

@@ -162,6 +162,32 @@ class Emitter:
             self.build.bitcast(short, vector(HALF, lanes)), vector(FLOAT, lanes)
         )
 
+    def hadamard(self, parts: list[Value]) -> list[Value]:
+        """Product of the numbers of vectors, a power of two of them, with 1 and -1.
+
+        Not normalised: twice the same multiplies by the number of numbers.
+        """
+        build, lanes = self.build, parts[0].type.count
+        step = 1
+        while step < lanes:
+            order = ir.Constant(vector(I32, lanes), [lane ^ step for lane in range(lanes)])
+            signs = ir.Constant(
+                vector(FLOAT, lanes), [-1.0 if lane & step else 1.0 for lane in range(lanes)]
+            )
+            parts = [
+                self.fma(part, signs, build.shuffle_vector(part, part, order)) for part in parts
+            ]
+            step *= 2
+        apart = 1
+        while apart < len(parts):
+            pairs = [(parts[at & ~apart], parts[at | apart]) for at in range(len(parts))]
+            parts = [
+                build.fsub(left, right) if at & apart else build.fadd(left, right)
+                for at, (left, right) in enumerate(pairs)
+            ]
+            apart *= 2
+        return parts
+
     def prefetch(self, pointer: Value) -> None:
         """Prefetch the cache line at ``pointer``; any address is safe."""
         kinds = (POINTER, I32, I32, I32)

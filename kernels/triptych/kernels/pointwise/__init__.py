@@ -49,7 +49,7 @@ rotate_kv = Op(
     name="rotate_kv",
     spec=reference.rotate_kv,
     fast={
-        "cpu": "triptych.kernels.pointwise.cpu:rotate_kv",
+        "cpu": "triptych.kernels.pointwise.cpu_rotation:rotate_kv",
         "cuda": "triptych.kernels.pointwise.gpu:rotate_kv",
     },
 )
@@ -58,7 +58,7 @@ rotate_back = Op(
     name="rotate_back",
     spec=reference.rotate_back,
     fast={
-        "cpu": "triptych.kernels.pointwise.cpu:rotate_back",
+        "cpu": "triptych.kernels.pointwise.cpu_rotation:rotate_back",
         "cuda": "triptych.kernels.pointwise.gpu:rotate_back",
     },
 )

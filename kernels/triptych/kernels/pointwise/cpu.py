@@ -2,7 +2,6 @@
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
 """Pointwise ops on the CPU: one pass over each row."""
 
-from functools import cache
 from math import e, log2
 
 import numpy as np
@@ -11,7 +10,6 @@ from numba import carray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.blocked_product import SHORT_ROW_COUNTS, BlockedProduct
 from triptych.kernels.codegen.numba_runtime import (
     fetch_add,
     float_of_bits,
@@ -25,7 +23,6 @@ from triptych.kernels.codegen.numba_runtime import (
 )
 from triptych.kernels.codegen.simd import EXP2
 from triptych.kernels.floats import KINDS, read_floats, write_floats
-from triptych.kernels.hadamard import hadamard
 
 NORM, ROTATE, GATE = range(3)
 
@@ -39,9 +36,6 @@ addresses of weights, or of cosines and sines."""
 
 NUMBERS = 1 << 14
 """Approximate numbers that a thread takes at a time; for fewer one thread runs alone."""
-
-FEW_TOKENS = 64
-"""Up to so many tokens are rotated as they are: in decode steps filling up takes longer."""
 
 SHIFT = np.float32(1.5 * 2**23)
 """Adding and subtracting it rounds to the nearest integer."""
@@ -68,44 +62,6 @@ def add_norm(
     """See ``reference.add_norm``."""
     total = hidden + delta
     return total, rms_norm(total, weight, epsilon, dtype)
-
-
-def rotate_kv(
-    query: Tensor, key: Tensor, value: Tensor, centre: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``reference.rotate_kv``."""
-    heads, kv_heads = query.shape[1], key.shape[1]
-    turned = _turn(torch.cat((query, key, value), 1).float())
-    middle = turned[:, heads : heads + kv_heads] - centre
-    return turned[:, :heads], middle, turned[:, heads + kv_heads :]
-
-
-def rotate_back(mixed: Tensor, dtype: torch.dtype) -> Tensor:
-    """See ``reference.rotate_back``."""
-    return _turn(mixed).to(dtype)
-
-
-def _turn(heads: Tensor) -> Tensor:
-    """``heads`` times the Hadamard matrix.
-
-    By oneDNN's product of blocked weights: it multiplies each row in the same order, whatever the
-    number of rows. torch's own product does not, so that an output would depend on its neighbours.
-    """
-    product = _hadamard_product(heads.shape[-1])
-    if product is None:
-        return heads @ hadamard(heads.shape[-1])
-    if len(heads) <= FEW_TOKENS:
-        return product.once(heads)
-    return product(heads.reshape(-1, heads.shape[-1])).view(heads.shape)
-
-
-@cache
-def _hadamard_product(dim: int) -> BlockedProduct | None:
-    """The product with the matrix, which is symmetric; None where torch has no oneDNN."""
-    if not BlockedProduct.takes(torch.float32):
-        return None
-    with torch.no_grad():
-        return BlockedProduct.of(hadamard(dim), counts=SHORT_ROW_COUNTS)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

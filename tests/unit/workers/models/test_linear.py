@@ -10,7 +10,6 @@ from triptych.kernels.blocked_product import (
     FILLED_UP,
     MOST_FILLING,
     ROW_COUNTS,
-    SHORT_ROW_COUNTS,
     TILED,
     UNTILED,
     has_amx,
@@ -19,7 +18,7 @@ from triptych.kernels.blocked_product import (
 from triptych.workers.models.weights.linear import BlockedLinear, pack
 
 SHAPES = [(960, 576), (576, 1536), (1024, 3072), (320, 8192), (4096, 128), (33, 48)]
-COUNTS = [ROW_COUNTS, ROW_COUNTS[1:], SHORT_ROW_COUNTS, TILED, TILED[:1], UNTILED]
+COUNTS = [ROW_COUNTS, ROW_COUNTS[1:], TILED, TILED[:1], UNTILED]
 
 DIVIDED = 3
 """How much longer than the row of results a sum is that threads may divide among them, with AMX."""

@@ -19,6 +19,14 @@ from triptych.kernels.codec import (
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, record_scores, score_tokens
 from triptych.kernels.draw import draw_tokens
+from triptych.kernels.int8 import (
+    Int8Product,
+    QuantizedRows,
+    ScaledRows,
+    add_norm_quantize,
+    gate_quantize,
+    quantize_rows,
+)
 from triptych.kernels.op import Op, observe_ops
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
@@ -44,18 +52,23 @@ __all__ = [
     "NUMERICS_VERSION",
     "OPS",
     "BlockedProduct",
+    "Int8Product",
     "Op",
     "PageLists",
     "Past",
+    "QuantizedRows",
     "Retirement",
     "Rule",
+    "ScaledRows",
     "Section",
     "Summaries",
     "add_norm",
+    "add_norm_quantize",
     "append_tokens",
     "decode_attention",
     "draw_tokens",
     "gate",
+    "gate_quantize",
     "in_pieces",
     "largest_sums",
     "load_tokens",
@@ -66,6 +79,7 @@ __all__ = [
     "plan_retirement",
     "plan_tokens",
     "prefill_attention",
+    "quantize_rows",
     "record_scores",
     "rms_norm",
     "rotate",
@@ -103,6 +117,9 @@ OPS: dict[str, Op[..., Any]] = {
         rotate_kv,
         rotate_back,
         gate,
+        quantize_rows,
+        add_norm_quantize,
+        gate_quantize,
         draw_tokens,
     )
 }

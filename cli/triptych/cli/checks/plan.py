@@ -172,11 +172,13 @@ def _weights_bytes(settings: AppConfig, shape: "ModelShape", device: str, *, is_
     from triptych.workers.models.load import packing_of
     from triptych.workers.models.store.model_store import resolve
     from triptych.workers.models.weights.int4_grid import INT4_BYTES
+    from triptych.workers.models.weights.linear import INT8_BYTES
 
     path = resolve(settings.model.name, allow_download=False) if is_plain else Path()
     item_bytes = DTYPE_BYTES[settings.model.dtype]
     packing = packing_of(path, settings.model.quantization, device, is_plain=is_plain)
-    return shape.weights_bytes(item_bytes, item_bytes if packing == "dense" else INT4_BYTES)
+    layers = {"dense": item_bytes, "int8": INT8_BYTES}.get(packing, INT4_BYTES)
+    return shape.weights_bytes(item_bytes, layers)
 
 
 def _bytes_beside_weights(gpu_bytes: int, weights_bytes: int) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 from triptych.core.config.values import require
 
 DType = Literal["float32", "bfloat16", "float16"]
-Quantization = Literal["auto", "none", "int4"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,9 @@ class ModelConfig:
 
     quantization: Quantization = "auto"
     """How the weights of linear layers are kept in memory: ``auto``, in 4 bits if the checkpoint
-    has 4 bits and nothing is lost, else in ``dtype``; ``none``, in ``dtype``; ``int4``, in 4 bits,
-    with a scale and a zero point for 32 weights. 4 bits need a CPU and plain layers."""
+    has 4 bits and nothing is lost, else in ``dtype``; ``none``, in ``dtype``; ``int8``, in 8 bits,
+    with inputs that are quantized to 8 bits as they come (a CPU with VNNI); ``int4``, in 4 bits,
+    with a scale and a zero point for 32 weights. 8 and 4 bits need a CPU and plain layers."""
 
     max_model_len: int | Literal["auto"] = "auto"
     """Maximum tokens of prompt plus answer; ``auto``: the context that the model was trained for.

@@ -139,10 +139,10 @@ def _start(
 
 
 @kernel
-def _norm(job, numbers, normed):
-    weight = carray(pointer(job[FIRST]), len(numbers), np.float32)
-    epsilon = np.float32(job.view(np.float64)[EPSILON])
-    factor = ONE / np.sqrt(_mean_square(numbers) + epsilon)
+def norm_row(weights, epsilon, numbers, normed):
+    """RMS norm of a float32 vector; ``weights``: their address."""
+    weight = carray(pointer(weights), len(numbers), np.float32)
+    factor = ONE / np.sqrt(_mean_square(numbers) + np.float32(epsilon))
     for channel in range(len(numbers)):
         normed[channel] = numbers[channel] * factor * weight[channel]
 
@@ -167,7 +167,8 @@ def _rotate(job, token, numbers, turned):
 
 
 @kernel
-def _gate(numbers, gated):
+def gate_row(numbers, gated):
+    """``silu`` of the first half of a float32 vector, times the second."""
     half = len(gated)
     for channel in range(half):
         opened = numbers[channel]
@@ -200,9 +201,9 @@ def _work(address):
             offset = token * job[TOKEN_STRIDE] + head * job[HEAD_STRIDE]
             read_floats(job[SOURCE], job[SOURCE_KIND], offset, numbers)
             if job[WHAT] == NORM:
-                _norm(job, numbers, result)
+                norm_row(job[FIRST], job.view(np.float64)[EPSILON], numbers, result)
             elif job[WHAT] == ROTATE:
                 _rotate(job, token, numbers, result)
             else:
-                _gate(numbers, result)
+                gate_row(numbers, result)
             write_floats(result, job[TARGET], job[TARGET_KIND], row * len(result))

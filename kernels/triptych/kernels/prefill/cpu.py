@@ -19,6 +19,7 @@ from torch import Tensor
 
 from triptych.kernels.codec.cpu import load_tokens
 from triptych.kernels.pages import Past
+from triptych.kernels.prefill.cpu_softmax import HIDDEN, softmax_
 from triptych.kernels.prefill.reference import Keys, add_sums, gather_keys, is_two_way, visible
 
 BLOCK_FLOATS = 2**18
@@ -87,28 +88,20 @@ def _attend(
     hidden = None if is_plain else _hidden(keys, count, window, reads_all)
     for start, end in _blocks(count, first, heads):
         size, rows = end - start, max(end - start, MIN_QUERIES)
-        last = known if reads_all else first + end
-        seen = last + -last % BLOCK
+        seen = known if reads_all else first + end
+        seen += -seen % BLOCK
         queries = grouped[:, :, start:end]
         if size < rows:
             queries = F.pad(queries, (0, 0, 0, rows - size))
         logits = torch.bmm(queries.reshape(kv_heads, group * rows, dim), key[:, :, :seen])
-        logits = logits.view(kv_heads, group, rows, seen)
         if softcap > 0:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
-        if hidden is None:
-            later = torch.ones(rows, seen - first - start, dtype=torch.bool).triu_(1)
-            logits[..., first + start :].masked_fill_(later, float("-inf"))
-        else:
-            logits[:, :, :size].masked_fill_(hidden[:, :, start:end, :seen], float("-inf"))
-        weights = logits.softmax(-1)
-        if sinks is not None:
-            total = logits.logsumexp(-1)
-            weights *= torch.sigmoid(total - sinks.view(kv_heads, group, 1))[..., None]
-        if sums is not None:
-            received = weights[:, :, :size, :last].reshape(heads, size, last)
-            sums[:, :last] += received.sum(1)
-        attended = torch.bmm(weights.view(kv_heads, group * rows, seen), value[:, :seen])
+        weights = logits.view(heads, rows, seen)
+        if hidden is not None:
+            grouped_weights = weights.view(kv_heads, group, rows, seen)[:, :, :size]
+            grouped_weights.masked_fill_(hidden[:, :, start:end, :seen], HIDDEN)
+        softmax_(weights, size, first + start + 1 if is_plain else None, sums, sinks)
+        attended = torch.bmm(logits, value[:, :seen])
         attended = attended.view(kv_heads, group, rows, dim)[:, :, :size].permute(2, 0, 1, 3)
         out[start:end] = attended.reshape(size, heads, dim)
 

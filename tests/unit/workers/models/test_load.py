@@ -25,7 +25,7 @@ from tests.unit.workers.models.test_families import save
 from triptych.core.errors import ModelError
 from triptych.core.layout import Geometry
 from triptych.workers.models.facts import describe
-from triptych.workers.models.fused import FusedModel
+from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.hf_model import HFModel
 from triptych.workers.models.load import load
 from triptych.workers.models.traits import HEAD

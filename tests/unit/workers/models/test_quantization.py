@@ -1,6 +1,7 @@
 """Quantized checkpoints answer as the weights that they stand for."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,12 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.families import FAMILIES
@@ -17,8 +23,9 @@ from tests.quantized import FORMATS, write_quantized
 from tests.tiny import byte_tokenizer, save_tiny_model
 from triptych.core.config import DType, Quantization
 from triptych.core.errors import ModelError
+from triptych.kernels import Int8Product
 from triptych.workers.models.facts import describe
-from triptych.workers.models.fused import FusedModel
+from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.hf_model import HFModel
 from triptych.workers.models.load import load
 from triptych.workers.models.weights.int4_grid import GROUP, GROUPS, find_grid, fit_grid
@@ -31,6 +38,7 @@ from triptych.workers.models.weights.linear import (
 )
 from triptych.workers.models.weights.plain_weights import open_weights
 
+SaveModel = Callable[[PreTrainedConfig], Path]
 FOUR_BITS = ["gptq", "awq", "w4a16", "w4a16-symmetric"]
 TOKENS = torch.arange(2, 40)
 
@@ -254,6 +262,45 @@ def test_many_rows_are_multiplied_with_the_same_weights(outputs: int) -> None:
 
 def test_the_layout_of_torchs_packed_weights_is_known() -> None:
     assert packed_block() in (32, 64)
+
+
+# ------------------------------------------------------------------ products in 8 bits
+
+needs_vnni = pytest.mark.skipif(not Int8Product.takes_here(), reason="a processor without VNNI")
+
+
+@needs_vnni
+@pytest.mark.parametrize("family", ["Llama 3.x", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_in_8_bits_is_near_the_one_in_float32(
+    family: str, dtype: DType, save_model: SaveModel
+) -> None:
+    path = save_model(FAMILIES[family]())
+    exact, found = logits_of(path), logits_of(path, dtype, "int8")
+    assert not torch.equal(found, exact)
+    assert (found - exact).norm() < 0.04 * exact.norm()
+
+
+@needs_vnni
+def test_weights_in_8_bits_take_half_of_the_memory(original: Path) -> None:
+    networks = [
+        load(original, "bfloat16", quantization=quantization).network
+        for quantization in ("none", "int8")
+    ]
+    assert networks[1].step_bytes < 0.6 * networks[0].step_bytes
+
+
+def test_8_bits_need_a_processor_that_adds_them_in_32(
+    original: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Int8Product, "takes_here", lambda: False)
+    with pytest.raises(ModelError, match="int8 needs a processor with VNNI"):
+        load(original, "bfloat16", quantization="int8")
+
+
+def test_8_bits_need_plain_layers(original: Path) -> None:
+    with pytest.raises(ModelError, match="int8 needs a CPU and plain layers"):
+        load(original, "bfloat16", fused=False, quantization="int8")
 
 
 # ------------------------------------------------------------------ what is refused

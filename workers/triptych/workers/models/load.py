@@ -9,10 +9,11 @@ from torch import Tensor
 
 from triptych.core.config import DType, Quantization
 from triptych.core.errors import ModelError
+from triptych.kernels import Int8Product
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.facts import ModelFacts, describe, weights_of
-from triptych.workers.models.fused import FusedModel
+from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
 from triptych.workers.models.traits import PlainTraits
 from triptych.workers.models.vision.feature_rows import FeatureRows
@@ -90,16 +91,20 @@ def load(
 def packing_of(path: Path, quantization: Quantization, device: str, *, is_plain: bool) -> Packing:
     """How linear layers are kept.
 
-    Raises: ModelError if 4 bits were asked for and are not possible
+    Raises: ModelError if 8 or 4 bits were asked for and are not possible
     """
     is_possible = is_plain and device == "cpu"
-    if quantization == "int4":
+    if quantization in ("int8", "int4"):
         if not is_possible:
             raise ModelError(
-                f"{path}: model.quantization: int4 needs a CPU and plain layers (docs/models.md): "
-                "set it to auto"
+                f"{path}: model.quantization: {quantization} needs a CPU and plain layers "
+                "(docs/models.md): set it to auto"
             )
-        return "int4"
+        if quantization == "int8" and not Int8Product.takes_here():
+            raise ModelError(
+                f"{path}: model.quantization: int8 needs a processor with VNNI: set it to auto"
+            )
+        return quantization
     if quantization == "none" or not is_possible:
         return "dense"
     scheme = scheme_of(path)

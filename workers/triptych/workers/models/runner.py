@@ -9,7 +9,7 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
-from triptych.workers.models.fused import FusedModel
+from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.kv_rotation import Coordinates
 from triptych.workers.models.load import LoadedModel
 from triptych.workers.models.vision.feature_rows import FeatureRows

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triptych.kernels import BlockedProduct, in_pieces
+from triptych.kernels import BlockedProduct, Int8Product, in_pieces, quantize_rows
 from triptych.workers.models.weights.int4_grid import (
     GROUP,
     LEVELS,
@@ -22,9 +22,13 @@ from triptych.workers.models.weights.int4_grid import (
     fit_grid,
 )
 
-Packing = Literal["dense", "int4", "int4_if_exact"]
-"""How weights are kept: in the type that they were read in; in 4 bits with a step and a middle
-for 32 of them; in 4 bits if they had been quantized to 4 bits, so that nothing is lost."""
+Packing = Literal["dense", "int8", "int4", "int4_if_exact"]
+"""How weights are kept: in the type that they were read in; in 8 bits with a scale for each
+output; in 4 bits with a step and a middle for 32 of them; in 4 bits if they had been quantized to 4
+bits, so that nothing is lost."""
+
+INT8_BYTES = 1.0
+"""Of a weight in 8 bits."""
 
 
 class Linear(Protocol):
@@ -58,7 +62,9 @@ def pack(
     Shapes:  weights (out_i, in), biases (out_i,) -> (T, in) to (T, sum of out_i)
     """
     weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-    bias = _bias(weights, biases)
+    bias = join_biases(weights, biases)
+    if packing == "int8":
+        return Int8Linear.of(weight, bias)
     if packing != "dense" and weight.shape[0] % INT4_OUTPUTS == 0 == weight.shape[1] % GROUP:
         grid = fit_grid(weight) if packing == "int4" else find_grid(weight)
         if grid is not None:
@@ -68,7 +74,7 @@ def pack(
     return PlainLinear(weight, bias)
 
 
-def _bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+def join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
     """The concatenated biases; zeros where a layer has none."""
     if all(bias is None for bias in biases):
         return None
@@ -164,6 +170,30 @@ class Int4Linear:
         step, middle = self.grids.float().unbind(-1)
         weights = groups.mul_(step[:, None]).add_(middle[:, None])
         return weights.flatten(0, 1).to(self.grids.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Linear:
+    """A product of 8-bit codes; its rows are quantized as they come. Results are float32."""
+
+    product: Int8Product
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> "Int8Linear":
+        return cls(Int8Product.of(weight, torch.float32), bias)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.product.size_bytes + _bytes_of(self.bias)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        product = self.product(quantize_rows(rows))
+        numbers = product.numbers.mul_(product.scales[:, None])
+        return numbers if self.bias is None else numbers + self.bias
+
+    def for_few_rows(self) -> "Int8Linear":
+        return self
 
 
 EXPANDED_ROWS = 64

@@ -1,0 +1,126 @@
+"""Tests of products in 8 bits and of the ops around them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.kernels import (
+    Int8Product,
+    QuantizedRows,
+    ScaledRows,
+    add_norm_quantize,
+    gate_quantize,
+    quantize_rows,
+)
+from triptych.kernels.int8.rows import ZERO_CODE, rotate_inputs
+
+WIDTHS = [7, 12, 96, 576, 1536, 2048]
+"""Blocks of 1, 4, 32, 64, 512 and 512 numbers."""
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+each = pytest.mark.parametrize
+
+
+def numbers_of(rows: QuantizedRows) -> Tensor:
+    return (rows.codes.float() - ZERO_CODE) * rows.scales[:, None]
+
+
+def assert_near(found: QuantizedRows, expected: QuantizedRows) -> None:
+    """Scales agree, and codes but for numbers halfway between two of them."""
+    torch.testing.assert_close(found.scales, expected.scales, rtol=3e-6, atol=0)
+    apart = (found.codes.int() - expected.codes.int()).abs()
+    assert apart.max() <= 1
+    assert apart.float().mean() < 1e-3
+
+
+@each("dtype", DTYPES)
+@each("width", WIDTHS)
+@each("count", [0, 1, 5, 300])
+def test_rows_are_rotated_and_quantized(dtype: torch.dtype, width: int, count: int) -> None:
+    wide = (torch.randn(count, width + 3) * 4).to(dtype)[:, :width]
+    found = quantize_rows(wide)
+    if count:
+        assert_near(found, quantize_rows.on("reference")(wide))
+    error = (numbers_of(found) - rotate_inputs(wide.float())).abs()
+    assert (error <= 0.5001 * found.scales[:, None] + 1e-6).all()
+
+
+@each("width", [12, 576])
+@each("is_first", [False, True])
+def test_a_norm_adds_and_quantizes(width: int, *, is_first: bool) -> None:
+    hidden, weight = torch.randn(40, width), torch.rand(width)
+    delta = None if is_first else ScaledRows(torch.randn(40, width).bfloat16(), torch.rand(40))
+    before = hidden.clone()
+    total, found = add_norm_quantize(hidden, delta, weight, 1e-5)
+    expected, rows = add_norm_quantize.on("reference")(hidden, delta, weight, 1e-5)
+    torch.testing.assert_close(total, expected)
+    assert_near(found, rows)
+    assert hidden.equal(before)
+
+
+@each("dtype", DTYPES)
+def test_a_gate_is_quantized(dtype: torch.dtype) -> None:
+    gate_up, scales = (torch.randn(30, 3072) * 8).to(dtype), torch.rand(30)
+    assert_near(gate_quantize(gate_up, scales), gate_quantize.on("reference")(gate_up, scales))
+
+
+@each("backend", ["reference", "cpu"])
+@each("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_stays_so(backend: str, wrong: float) -> None:
+    rows = torch.randn(3, 64)
+    rows[1, 5] = wrong
+    scales = quantize_rows.on(backend)(rows).scales
+    assert scales.isnan().tolist() == [False, True, False]
+
+
+def test_a_row_of_zeros_is_zero() -> None:
+    for backend in ("reference", "cpu"):
+        assert numbers_of(quantize_rows.on(backend)(torch.zeros(2, 96))).eq(0).all()
+
+
+needs_vnni = pytest.mark.skipif(not Int8Product.takes_here(), reason="a processor without VNNI")
+
+
+@needs_vnni
+@each("width", WIDTHS)
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_that_of_the_rows(width: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(80, width)
+    weight[3] = 0
+    product = Int8Product.of(weight, dtype)
+    for count in (0, 1, 2, 33, 130, 300):
+        rows = torch.randn(count, width)
+        found, exact = product(quantize_rows(rows)).rows(), rows @ weight.T
+        assert found.shape == exact.shape
+        assert (found - exact).norm() <= 0.015 * exact.norm()
+
+
+@needs_vnni
+def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
+    product = Int8Product.of(torch.randn(960, 576), torch.bfloat16)
+    rows = torch.randn(300, 576)
+    whole = product(quantize_rows(rows))
+    for first, end in ((0, 1), (5, 7), (3, 20), (7, 72), (0, 130), (99, 300)):
+        part = product(quantize_rows(rows[first:end]))
+        assert part.numbers.equal(whole.numbers[first:end])
+        assert part.scales.equal(whole.scales[first:end])
+
+
+@needs_vnni
+def test_sums_do_not_overflow() -> None:
+    """All codes at their limits: pairs of products do not fit in 16 bits."""
+    product = Int8Product.of(torch.ones(8, 4096), torch.float32)
+    found = product(quantize_rows(torch.ones(2, 4096))).rows()
+    torch.testing.assert_close(found, torch.full((2, 8), 4096.0))
+
+
+def test_mismatched_inputs_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="expected dense"):
+        quantize_rows(torch.randn(4, 8).T)
+    with pytest.raises(ConfigError, match=r"expected \(3,\)"):
+        gate_quantize(torch.randn(3, 8), torch.ones(2))
+    with pytest.raises(ConfigError, match="7 weights for rows of 8"):
+        add_norm_quantize(torch.randn(3, 8), None, torch.ones(7), 1e-5)
+    delta = ScaledRows(torch.ones(3, 4), torch.ones(3))
+    with pytest.raises(ConfigError, match=r"\(3, 4\) to \(3, 8\)"):
+        add_norm_quantize(torch.randn(3, 8), delta, torch.ones(8), 1e-5)

@@ -1,0 +1,1 @@
+"""A fused forward pass for plain pre-norm blocks."""

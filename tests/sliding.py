@@ -12,11 +12,11 @@ from tests.tiny import byte_tokenizer
 WINDOW = 24
 
 
-def _of(kind: str, **settings: object) -> Callable[[], PreTrainedConfig]:
-    return lambda: AutoConfig.for_model(kind, **{**TINY, **settings})
+def _of(kind: str, **settings: object) -> Callable[..., PreTrainedConfig]:
+    return lambda **others: AutoConfig.for_model(kind, **{**TINY, **settings, **others})
 
 
-WITH_WINDOWS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+WITH_WINDOWS: Mapping[str, Callable[..., PreTrainedConfig]] = {
     "Mistral": _of("mistral", sliding_window=WINDOW),
     "Gemma 2": _of("gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32),
     "Gemma 3": _of("gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2),
@@ -25,11 +25,10 @@ WITH_WINDOWS: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def save_sliding(name: str, path: Path, window: int = WINDOW) -> torch.nn.Module:
+def save_sliding(name: str, path: Path, **settings: object) -> torch.nn.Module:
     """Write a random model; weights large enough that attention matters."""
     torch.manual_seed(0)
-    config = WITH_WINDOWS[name]()
-    config.sliding_window = window
+    config = WITH_WINDOWS[name](**settings)
     kind = AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32)
     for weight in model.parameters():

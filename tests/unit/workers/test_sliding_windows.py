@@ -78,7 +78,7 @@ def test_answers_beyond_the_window_are_those_of_transformers(
 
 def test_the_next_turn_reads_an_answer_that_fits_into_the_window(tmp_path: Path) -> None:
     """Longer ones are computed again: sliding layers have lost their first tokens."""
-    path, network = tmp_path, save_sliding("Gemma 3", tmp_path, window=60)
+    path, network = tmp_path, save_sliding("Gemma 3", tmp_path, sliding_window=60)
     keeps = settings({"policy": "uniform:fp16"}, prefix_bytes=4 << 20, keep_answers="always")
     with LocalServer(keeps, path) as server:
         size, lengths = server.plan.block_tokens, dict[int, int]()
@@ -92,6 +92,19 @@ def test_the_next_turn_reads_an_answer_that_fits_into_the_window(tmp_path: Path)
             lengths[count] = again.cached_tokens // size
             check(server)
     assert lengths == {8: 4, ANSWER_TOKENS: 3}
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Qwen2"])
+def test_layers_are_compressed_as_they_are_prefilled(name: str, tmp_path: Path) -> None:
+    """Two of six at a time, with windows in all of them or from the fourth on."""
+    more = {"max_window_layers": 3} if name == "Qwen2" else {}
+    network = save_sliding(name, tmp_path, num_hidden_layers=6, **more)
+    with LocalServer(settings({"policy": "uniform:fp16"}, prefix_bytes=0), tmp_path) as server:
+        assert server.plan.layers_of(PROMPT_TOKENS) == 2
+        tokens = prompt()
+        answer = ask(server, tokens, max_tokens=ANSWER_TOKENS)
+        assert_as_transformers(network, tokens, answer)
+        check(server)
 
 
 METHODS = {

@@ -162,7 +162,7 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "Falcon": lambda: AutoConfig.for_model(
         "falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=258
     ),
-    "GPT-OSS": _of("gpt_oss", head_dim=32, num_local_experts=4),
+    "GPT-OSS": _of("gpt_oss", head_dim=32, num_local_experts=4, sliding_window=24),
     "Gemma 4 text": _of("gemma4_text", head_dim=32),
     "Doge": _of("doge"),
     "DiffLlama": _of("diffllama"),

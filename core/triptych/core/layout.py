@@ -4,7 +4,9 @@ All pages of a pool have the same size in bytes; the format decides how many tok
 Source: DiffKV and LeanKV (unified pages with six segments).
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -321,6 +323,19 @@ class Geometry:
     head_dim: int
     has_latents: bool = False
     """Whether the value of a token is its key: one latent for all heads (MLA)."""
+    windows: tuple[int, ...] = field(default=(), repr=False)
+    """Sliding window of each layer in tokens, 0 for those that attend to all tokens; empty: all do.
+    Not part of ``repr``, which is hashed: what lies in a page does not depend on it."""
+
+    @property
+    def rows_by_window(self) -> Mapping[int, int]:
+        """Head rows by the sliding window of their layer; 0: none.
+
+        >>> Geometry(layers=3, kv_heads=2, head_dim=64, windows=(512, 512, 0)).rows_by_window
+        {512: 4, 0: 2}
+        """
+        layers = Counter(self.windows) if self.windows else {0: self.layers}
+        return {window: self.kv_heads * count for window, count in layers.items()}
 
     @property
     def head_rows(self) -> int:

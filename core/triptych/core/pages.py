@@ -43,6 +43,11 @@ class PagePlan:
     page, or fill one that is encoded whole, they move to high and low pages. A 16-bit policy leaves
     all tokens in raw pages.
 
+    Pages of a layer with a sliding window hold the tokens that later ones can read, and less than a
+    page of older ones. Behind the recent window all of them are high, in pages that belong to the
+    request alone. If layers have windows, a 16-bit policy moves tokens to high pages too, of 16
+    bits, since raw pages have the same tokens in all layers.
+
     A server can offer several methods: this is the plan of its default one, and ``of_method`` has
     those of the others. They differ in the policy alone.
     """
@@ -188,7 +193,7 @@ class PagePlan:
     def recent(self) -> PageLayout:
         """Layout of pages for the sink and the newest tokens; raw pages if the policy keeps 16
         bits."""
-        if not self.compresses:
+        if not self.policy.is_quantized:
             return self.raw
         form, dim = self.geometry.stored(page_format(RECENT_FORMAT)), self.geometry.head_dim
         whole = PageLayout(form, dim, self.page_bytes, "token")
@@ -220,8 +225,28 @@ class PagePlan:
 
     @cached_property
     def compresses(self) -> bool:
-        """False if the policy keeps 16 bits: then raw pages are the final ones."""
-        return self.policy.is_quantized
+        """Whether tokens move from raw pages to others; False: raw pages are the final ones."""
+        return self.policy.is_quantized or self.has_windows
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """Sliding window of each layer, 0 for layers whose pages hold tokens of all positions.
+
+        Where tokens are merged, all layers do: networks are trained for models without windows.
+        """
+        given = () if self.merges else self.geometry.windows
+        return given or (0,) * self.geometry.layers
+
+    @cached_property
+    def has_windows(self) -> bool:
+        """Whether pages of some layers hold the tokens of a sliding window only."""
+        return any(self.windows)
+
+    @cached_property
+    def rows_by_window(self) -> Mapping[int, int]:
+        """Head rows by the sliding window whose tokens their pages hold; 0: tokens of all
+        positions."""
+        return self.geometry.rows_by_window if self.has_windows else {0: self.geometry.head_rows}
 
     @property
     def merges(self) -> bool:
@@ -353,9 +378,11 @@ class PagePlan:
     def shares(self) -> bool:
         """Whether a request may read pages of a cached prefix in place.
 
-        Raw pages are always copied, because a request also writes its newest tokens to them.
+        16-bit pages are always copied, and so are tokens of layers with a sliding window: they
+        leave before the request ends.
         """
-        return self.share_pages and self.compresses and self.caches_prompts
+        is_quantized = self.policy.is_quantized
+        return self.share_pages and is_quantized and self.caches_prompts and not all(self.windows)
 
     @property
     def rounds_prompts(self) -> bool:
@@ -363,12 +390,15 @@ class PagePlan:
 
         16-bit blocks come back from the cache as they were computed.
         """
-        return self.repeatable_prompts and self.compresses and self.caches_prompts
+        return self.repeatable_prompts and self.policy.is_quantized and self.caches_prompts
 
     @property
     def has_fixed_pages(self) -> bool:
-        """Whether some pages of a request are never written: blocks of a prompt, shared or own."""
-        return self.shares or self.rounds_prompts
+        """Whether some pages of a request are never written: blocks of a prompt, shared or own.
+
+        Layers with a sliding window have none.
+        """
+        return self.shares or (self.rounds_prompts and not all(self.windows))
 
     @property
     def rounding(self) -> PageLayout:
@@ -415,7 +445,7 @@ class PagePlan:
         0: there is no such page.
         """
         in_page = self.sink_tokens % self.high.tokens
-        return in_page if self.compresses and in_page <= self.retire_tokens else 0
+        return in_page if self.policy.is_quantized and in_page <= self.retire_tokens else 0
 
     @property
     def prefix_blocks(self) -> int:
@@ -429,7 +459,7 @@ class PagePlan:
         They hold the sink tokens exactly, since a request stores these with more bits.
         """
         wanted = self.raw.pages(self.policy.sink_tokens)
-        return min(wanted, self.block_tokens // self.raw.tokens) if self.compresses else 0
+        return min(wanted, self.block_tokens // self.raw.tokens) if self.policy.is_quantized else 0
 
     def block_pages(self, index: int) -> int:
         """Pages of all head rows of the block with this index in a prefix."""
@@ -440,6 +470,49 @@ class PagePlan:
         """Most pages of ``tokens`` encoded tokens of a head row, in any two classes."""
         mixed = 1 if self.low is not None and tokens > 0 else 0
         return self.high.pages(tokens) + mixed
+
+    def visible_tokens(self, tokens: int, window: int) -> int:
+        """Those of ``tokens`` encoded tokens of a head row that later tokens read.
+
+        The next token reads ``window - 1`` tokens before it, of which at least
+        ``policy.window_tokens`` are in recent pages. All of them without a window (0).
+        """
+        if not window:
+            return tokens
+        return min(tokens, max(0, window - 1 - self.policy.window_tokens))
+
+    def first_kept(self, tokens: int, window: int) -> int:
+        """The first position of a prompt of ``tokens`` tokens whose token the pages of a layer with
+        a sliding window keep; 0 without one (0).
+
+        The next token reads it first. Tokens that are encoded together are kept or dropped
+        together.
+        """
+        first = max(0, tokens - window + 1) if window else 0
+        if self.codes_whole_pages:
+            behind = max(0, first - self.sink_tokens)
+            return min(first, self.sink_tokens + behind // self.high.tokens * self.high.tokens)
+        return first
+
+    def most_row_pages(self, tokens: int, window: int) -> int:
+        """Most pages of a head row of which ``tokens`` tokens were encoded, in a layer with a
+        sliding window; 0: without one.
+
+        In a layer with a window the tokens that retired last may be older than the window, and the
+        first page may hold one token that is not.
+        """
+        if not window:
+            return self.most_pages(tokens)
+        kept = max(self.visible_tokens(tokens, window), self.retire_tokens)
+        return self.high.pages(min(tokens, kept + self.high.tokens - 1))
+
+    def most_encoded_pages(self, tokens: int) -> int:
+        """Most high and low pages of a request of which each head row has encoded ``tokens``
+        tokens."""
+        return sum(
+            rows * self.most_row_pages(tokens, window)
+            for window, rows in self.rows_by_window.items()
+        )
 
     def _layout(self, name: str) -> PageLayout:
         form, dim = self.geometry.stored(page_format(name)), self.geometry.head_dim

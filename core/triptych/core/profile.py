@@ -148,7 +148,8 @@ class Profile:
                 f"(hash {self.config}, the model served has {model_config}); run 'triptych "
                 "calibrate' for it, or set compressor.profile to auto or none"
             )
-        if (self.weights, self.geometry) != (weights, geometry):
+        pages = replace(geometry, windows=self.geometry.windows)  # older profiles do not name them
+        if (self.weights, self.geometry) != (weights, pages):
             raise ConfigError(
                 f"compressor.profile={str(path)!r}: made for {self.model} (weights "
                 f"{self.weights}, {self.geometry}), but the model served has weights {weights}, "

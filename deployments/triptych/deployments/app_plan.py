@@ -171,6 +171,14 @@ class AppPlan:
         rows = self.pages.geometry.head_rows
         return self.bookable_bytes // self.pages.page_bytes // rows * self.pages.high.tokens
 
+    def cache_tokens_in(self, request_tokens: int) -> int:
+        """The same for requests of ``request_tokens`` tokens each: more tokens if they are longer
+        than the sliding windows of layers."""
+        if not self.pages.has_windows:
+            return self.cache_tokens
+        request_bytes = ByteModel(self.pages).estimate(request_tokens, 0).grown
+        return max(self.cache_tokens, self.bookable_bytes * request_tokens // request_bytes)
+
     def check(self) -> None:
         """Raise ConfigError if windows do not fit the context, the pool is too small, or a plug-in
         drops tokens that the floor keeps."""

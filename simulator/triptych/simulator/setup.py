@@ -180,7 +180,10 @@ class Cluster:
         else:
             high = round(encoded * self.high_share) - lowered
             coded = plan.high.pages(high) + plan.low.pages(encoded - high)
-        return recent + coded * rows
+        return recent + sum(
+            rows * (plan.high.pages(plan.visible_tokens(encoded, window)) if window else coded)
+            for window, rows in plan.rows_by_window.items()
+        )
 
     def kept_pages(self, prompt_tokens: int) -> int:
         """Raw pages of all head rows that stay beside the compressed ones until a request ends."""

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from tests.unit.cli.conftest import Run
 from triptych.cli.checks.plan import byte_count
 from triptych.cli.checks.sizing import Load, app_plan, fits, sizes
+from triptych.cli.serving.panel import describe_pages
 from triptych.core.config import AppConfig, AutoscalingConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, Geometry, PageLayout
@@ -114,6 +115,7 @@ def test_a_model_is_planned_from_its_config_alone(run: Run, tmp_path: Path) -> N
         "kv_heads": 2,
         "head_dim": 16,
         "has_latents": False,
+        "windows": [],
     }
     assert data["weights_bytes"] == 2 * data["parameters"] > 0
     assert data["per_pool"]["capacity_bytes"] == 64 << 20
@@ -124,3 +126,20 @@ def test_a_model_is_planned_from_its_config_alone(run: Run, tmp_path: Path) -> N
     code, _, err = run(*asked, "--gpus", "1", "--gpu-memory", "1k")
     assert code == 2
     assert "less than the weights" in err
+
+
+def test_layers_with_sliding_windows_hold_more_tokens_of_long_requests() -> None:
+    sliding = replace(SMALL, windows=tuple(512 * (layer % 6 < 5) for layer in range(SMALL.layers)))
+    for load in (Load(100, 28), Load(8000, 100)):
+        before, now = (
+            {fit.policy: fit for fit in fits(config(), shape, 16384, load, None)}
+            for shape in (SMALL, sliding)
+        )
+        for name, fit in now.items():
+            is_long = load.prompt_tokens > 512
+            assert (fit.tokens > 3 * before[name].tokens) == is_long
+            assert (fit.decoding_bytes < before[name].decoding_bytes / 3) == is_long
+            assert fit.token_bytes == before[name].token_bytes
+    plan = app_plan(config(), sliding, 16384, None)
+    assert f"({plan.cache_tokens_in(16384)} in requests of 16384)" in describe_pages(plan)
+    assert plan.cache_tokens_in(16384) > 3 * plan.cache_tokens

@@ -39,13 +39,14 @@ class Fit:
     tokens_per_page: int
     """Of one KV head, in the format of significant tokens."""
     token_bytes: float
-    """Page memory of one token of all layers and KV heads, in that format, pages being full."""
+    """Page memory of one token of all layers and KV heads, in that format, pages being full. Layers
+    with a sliding window drop it later."""
     of_fp16: float
     """Its share of the bytes of keys and values in 16 bits."""
     bookable_bytes: int
     """What requests may book: the pool less what workers keep in stock and prefixes."""
     tokens: int
-    """Lower bound of tokens that fit: all of them significant."""
+    """Lower bound of tokens that fit, in requests of the load: all of them significant."""
     expected_tokens: int | None
     """Tokens that fit at the calibrated compression ratio; None without a calibration."""
     peak_bytes: int
@@ -180,7 +181,7 @@ def _fit(plan: AppPlan, load: Load, profile: Profile | None) -> Fit:
         token_bytes=token_bytes,
         of_fp16=token_bytes / pages.raw_bytes(1),
         bookable_bytes=plan.bookable_bytes,
-        tokens=plan.cache_tokens,
+        tokens=plan.cache_tokens_in(load.prompt_tokens + load.answer_tokens),
         expected_tokens=_expected_tokens(plan, profile),
         peak_bytes=estimate.peak,
         decoding_bytes=estimate.grown,

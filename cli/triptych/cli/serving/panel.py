@@ -65,6 +65,9 @@ def describe_pages(plan: AppPlan) -> str:
             f"{pages.geometry.head_rows} layers x KV heads is left for requests: raise it"
         )
     text = f"{plan.pool_pages} of {pages.page_bytes} bytes, {tokens} tokens or more at once"
+    if pages.has_windows:
+        longest = plan.longest_request_tokens
+        text += f" ({plan.cache_tokens_in(longest)} in requests of {longest})"
     if plan.shards > 1:
         text += f" in each of {plan.shards} shards"
     if pages.prefix_bytes:
@@ -77,7 +80,7 @@ def describe_precision(plan: AppPlan) -> Iterator[str]:
     policy = plan.pages.policy
     if plan.pages.others:
         yield "methods of requests: " + ", ".join(plan.pages.by_method)
-    if not plan.pages.compresses:
+    if not policy.is_quantized:
         yield "all tokens in 16 bits"
         return
     recent = plan.pages.recent.format.name.upper()

@@ -165,29 +165,39 @@ class BookingModel:
     def lowest(self, low: PageLayout, booking: Booking, shared: int) -> int:
         """About the bytes of a request whose cold tokens are all in pages of ``low``.
 
-        Tokens of whole blocks of a prompt stay as the prefix cache stores them.
+        Tokens of whole blocks of a prompt stay as the prefix cache stores them, and those of layers
+        with a sliding window stay high.
         """
         plan, prompt = self.plan_of(booking), booking.prompt_tokens
         tokens = max(booking.tokens, prompt)
         coded, fixed = plan.leaving_tokens(tokens), len(plan.fixed_span(prompt, prompt))
-        pages = low.pages(coded - fixed) + (0 if shared else plan.high.pages(fixed))
-        rows = plan.geometry.head_rows
-        return plan.stored_bytes(rows * plan.recent.pages(tokens - coded), rows * pages)
+        lowered = low.pages(coded - fixed) + (0 if shared else plan.high.pages(fixed))
+        pages = sum(
+            rows * (plan.most_row_pages(coded, window) if window else lowered)
+            for window, rows in plan.rows_by_window.items()
+        )
+        recent = plan.geometry.head_rows * plan.recent.pages(tokens - coded)
+        return plan.stored_bytes(recent, pages)
 
     def lowered_bound(self, low: PageLayout, booking: Booking, shared: int) -> int:
         """The most bytes of a request that its worker lowers whenever it needs pages.
 
         In each head row all encoded tokens are low, but those of a page that is not full, of the
-        high window, and of whole blocks of the prompt. Three pages more let a step take a page of
-        each class and let a lowering begin.
+        high window, of whole blocks of the prompt, and of layers with a sliding window. Three pages
+        more let a step take a page of each class and let a lowering begin.
         """
         plan, tokens = self.plan_of(booking), booking.most_tokens
         fixed = len(plan.fixed_span(booking.prompt_tokens, booking.prompt_tokens))
-        coded = max(0, tokens - plan.sink_tokens - plan.policy.window_tokens - fixed)
+        older = max(0, tokens - plan.sink_tokens - plan.policy.window_tokens)
         young = max(0, plan.policy.high_window_tokens - plan.policy.window_tokens)
-        pages = low.pages(coded) + 1 + young + 3 + (0 if shared else plan.high.pages(fixed))
-        rows = plan.geometry.head_rows
-        return plan.stored_bytes(rows * plan.recent_pages(tokens), rows * pages)
+        lowered = low.pages(max(0, older - fixed)) + 1 + young
+        lowered += 0 if shared else plan.high.pages(fixed)
+        pages = sum(
+            rows * ((plan.most_row_pages(older, window) if window else lowered) + 3)
+            for window, rows in plan.rows_by_window.items()
+        )
+        recent = plan.geometry.head_rows * plan.recent_pages(tokens)
+        return plan.stored_bytes(recent, pages)
 
     def growth(self, booking: Booking) -> int:
         """The most bytes that a running request can add to those that it holds."""

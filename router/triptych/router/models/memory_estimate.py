@@ -87,7 +87,10 @@ class ByteModel:
       and a row with two classes has at most one page more than if all its tokens were high.
     - Sink and window are in small pages, which decode reuses, and so are older tokens that are
       fewer than take the bytes of a high page.
-    - A 16-bit policy encodes nothing: raw pages are the final ones.
+    - In a layer with a sliding window, high pages hold the tokens of the window, and less than a
+      page of older ones.
+    - A 16-bit policy encodes nothing: raw pages are the final ones. If layers have windows, it
+      encodes in 16 bits.
 
     >>> from triptych.core.layout import Geometry
     >>> from triptych.core.policy import Policy
@@ -174,11 +177,11 @@ class ByteModel:
         return pages_per_row * self.plan.geometry.head_rows * self.plan.page_bytes
 
     def _encoded_pages(self, tokens: int) -> int:
-        """High and low pages of a row of ``tokens`` tokens."""
+        """High and low pages of all rows of ``tokens`` tokens."""
         if not self.plan.compresses:
             return 0
         older = tokens - self._fewest_recent
-        return self.plan.most_pages(older) if older >= self.plan.retire_tokens else 0
+        return self.plan.most_encoded_pages(older) if older >= self.plan.retire_tokens else 0
 
     @property
     def _fewest_recent(self) -> int:
@@ -188,9 +191,7 @@ class ByteModel:
     def _decode_bytes(self, tokens: int) -> int:
         """Pages of ``tokens`` tokens in the decode stage."""
         plan, rows = self.plan, self.plan.geometry.head_rows
-        return plan.stored_bytes(
-            rows * plan.recent_pages(tokens), rows * self._encoded_pages(tokens)
-        )
+        return plan.stored_bytes(rows * plan.recent_pages(tokens), self._encoded_pages(tokens))
 
     def _growth_bytes(self, tokens: int, more: int) -> int:
         """Pages that ``more`` tokens can add, wherever the last pages of a row end."""
@@ -202,4 +203,4 @@ class ByteModel:
         )
         retires = more > 0 and tokens + more > plan.full_recent_tokens
         leaving = more + plan.retire_tokens if retires else 0
-        return plan.stored_bytes(rows * recent, rows * plan.most_pages(leaving))
+        return plan.stored_bytes(rows * recent, plan.most_encoded_pages(leaving))

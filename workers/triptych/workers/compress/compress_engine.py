@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import KVHandle, LeaseRef
@@ -50,6 +51,7 @@ from triptych.workers.compress.job import (
     MergedChunks,
     split_by_class,
 )
+from triptych.workers.compress.layer_windows import kept_tokens, windows_of
 from triptych.workers.compress.learned.chunk_plan import chunk_starts
 from triptych.workers.compress.modality_report import modality_reports
 from triptych.workers.compress.prompt_merger import MergedPrompt, PromptMerger
@@ -62,6 +64,7 @@ from triptych.workers.kv.prefix_cache import PrefixStore, RawPages
 from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
+Mask = NDArray[np.bool_]
 NONE = range(0)
 NOT_IN_CLASS = -1
 """Index of a token in a class that it does not belong to."""
@@ -296,16 +299,22 @@ class CompressEngine:
         if plan.compresses:
             group.classes = self._classes(group, job, fixed, rounded)
             if fixed and job.shared is None:
-                group.classes.append(self._fixed_class(plan.high, rows, fixed))
+                in_window = windows_of(job, group) > 0
+                group.classes.append(self._fixed_class(plan.high, in_window, fixed))
 
-    def _fixed_class(self, high: PageLayout, rows: int, fixed: range) -> ClassPlan:
-        """Fixed pages of the request's own, as the blocks that the cache did not take."""
-        count, there = len(fixed), self.device.name
+    def _fixed_class(self, high: PageLayout, in_window: Mask, fixed: range) -> ClassPlan:
+        """Fixed pages of the request's own, as the blocks that the cache did not take.
+
+        ``in_window``: head rows that have none.
+        """
+        rows, count, there = len(in_window), len(fixed), self.device.name
         beside_sink = -fixed.start % high.tokens
         positions = torch.arange(fixed.start, fixed.stop, dtype=torch.int32, device=there)
         places = torch.arange(count, dtype=torch.int32, device=there)
         places = ((places - beside_sink) % count).expand(rows, count)
-        counts: Ids = np.full(rows, count, np.int32)
+        if in_window.any():
+            places = places.masked_fill(self.device.put(in_window)[:, None], NOT_IN_CLASS)
+        counts: Ids = np.where(in_window, 0, count).astype(np.int32)
         return ClassPlan(high, positions, places, counts, is_fixed=True)
 
     def _attach(self, plan: PagePlan, handle: KVHandle, rows: int) -> LayerGroup:
@@ -347,7 +356,8 @@ class CompressEngine:
     ) -> list[ClassPlan]:
         """Recent pages, and the classes of the leaving tokens, without those in fixed pages.
 
-        All of them are high if the request's floor is.
+        All of them are high if the request's floor is. Layers with a sliding window have no fixed
+        pages and no low tokens, and drop what lies before the window.
 
         ``rounded``: first tokens, which are high whatever attention they receive, and on which no
         threshold depends: another prompt may have computed them.
@@ -361,7 +371,9 @@ class CompressEngine:
         rows, there = len(raw), self.device.name
         first, end = group.leaving.start, group.leaving.stop
         every = np.arange(first, end, dtype=np.int32)
-        own = every[(every < fixed.start) | (every >= fixed.stop)]
+        windows = windows_of(job, group)
+        in_window = windows > 0
+        own = every if in_window.any() else every[(every < fixed.start) | (every >= fixed.stop)]
         is_judged = first < end and job.floor == "low"
         if is_judged:
             scores, high, low = self._judge.judge(job, group, own, rounded)
@@ -375,8 +387,12 @@ class CompressEngine:
         }
         if policy.images is not None:
             always["window"] = 0  # each modality has its own
+        if in_window.any():
+            kept = self.device.put(kept_tokens(job, windows, own, fixed))
+            scores, always = _forced(scores, kept, **always), {}
         classes, ranks, counts = plan_tokens(scores, lengths, high, low, **always)
         low_pays = _low_pays(job.plan, counts.T.contiguous().cpu().numpy())
+        low_pays &= ~in_window
         if not low_pays.all():
             high = torch.where(self.device.put(low_pays), high, low)
             classes, ranks, counts = plan_tokens(scores, lengths, high, low, **always)
@@ -529,6 +545,14 @@ def _low_pays(plan: PagePlan, counts: Ids) -> NDArray[np.bool_]:
     high, low = pages_of(counts[0], plan.high), pages_of(counts[1], plan.low)
     all_high = pages_of(counts[0] + counts[1], plan.high)
     return np.less(high + low, all_high) | np.equal(low, 0)
+
+
+def _forced(scores: Tensor, kept: Tensor, first: int, window: int) -> Tensor:
+    """Scores with which the ``first`` and the last ``window`` tokens are high, and those that a
+    head row does not keep are dropped."""
+    forced = scores.clone()
+    forced[:, :first] = forced[:, scores.shape[1] - window :] = torch.inf
+    return forced.masked_fill(~kept, -torch.inf)
 
 
 def rows_of(handle: KVHandle) -> int:

@@ -172,7 +172,7 @@ class Job:
     def fixed_run(self, last: Sequence[Ids]) -> Run | None:
         """Fixed pages, shared or its own; None if there are none."""
         if self.shared is not None:
-            return self.plan.high, self.shared.counts, self.shared.pages.ravel()
+            return self.plan.high, self.shared.counts, self.shared.pages
         for plan, ids in zip(self.last.classes, last, strict=True):
             if plan.is_fixed:
                 return plan.layout, plan.counts, ids

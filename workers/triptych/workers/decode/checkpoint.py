@@ -76,12 +76,14 @@ class Retirements:
 
 
 LOWERED = 4
-"""Phase of a slot whose tables after a lowering are complete and not yet in place."""
+"""Phase of a slot whose tables after a lowering, or after a removal of expired pages, are complete
+and not yet in place."""
 
 
 @dataclass(eq=False)
 class LoweredTables:
-    """Tables of each slot after the lowering under way (``Lowering``)."""
+    """Tables of each slot after the lowering (``Lowering``) or the removal of expired pages
+    (``PageExpiry``) under way."""
 
     entries_after: Ids
     """Entries of the class table."""
@@ -256,8 +258,9 @@ class Checkpoint:
         self.token_ids[slot, count] = token
         self.num_output_tokens[slot] = count + 1
 
-    def lower(self, slot: int, entries: Ids, tokens: Ids, count: int) -> None:
-        """Replace the class table of a slot after a lowering of ``count`` tokens.
+    def replace_classes(self, slot: int, entries: Ids, tokens: Ids, lowered: int = 0) -> None:
+        """Replace the class table of a slot, after a lowering of ``lowered`` tokens or without
+        expired pages.
 
         ``entries``, ``tokens``: as ``PageTable.of_slot`` returns them. The phase commits it: before
         that store nothing has changed, and after it a takeover worker completes it (``resume``).
@@ -265,12 +268,12 @@ class Checkpoint:
         after = self.lowered_tables
         after.entries_after[:, slot] = entries
         after.tokens_after[: len(tokens), :, slot] = tokens
-        after.lowered_after[slot] = self.lowered[slot] + count
+        after.lowered_after[slot] = self.lowered[slot] + lowered
         self.retirements.phase[slot] = LOWERED
         self.complete_lowering(slot)
 
     def complete_lowering(self, slot: int) -> None:
-        """Put the tables after a lowering in place."""
+        """Put the tables after a lowering or a removal in place."""
         after, table = self.lowered_tables, self.tables_of(slot).classes
         table.entries[:, slot] = after.entries_after[:, slot]
         table.tokens[:, :, slot] = after.tokens_after[: len(table.tokens), :, slot]
@@ -418,7 +421,8 @@ class Checkpoint:
             held[0] = held[0] + np.int32(own.plan.retire_tokens)
         elif self._is_lowering(slot):
             after = self.lowered_tables.entries_after[:, slot]
-            tables[1 : len(own.tables)] = after, after[..., ::-1]
+            both = after, after[..., ::-1]
+            tables[1 : len(own.tables)] = both[: len(own.classes.layouts)]
         used = [
             table[_first(table, -(-tokens // np.int32(section.layout.tokens)))]
             for table, tokens, section in zip(tables, held, own.sections, strict=True)
@@ -505,13 +509,13 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
     retire_tokens = max(one.retire_tokens for one in plans)
     moving = (*rows, Retirement.width(retire_tokens) if compressing else 0)
     most_classes = max(len(one.classes) for one in plans)
-    has_low = most_classes > 1
+    is_replaced = most_classes > 1 or any(one.has_windows for one in plans)
     each = (slots,)
-    # Only recent pages retire: they come first among those of new tokens.
     recent = [
         max(one.recent_pages(context_tokens) + 1 for one in plans if one.recent == layout)
         for layout in layouts.recent
     ]
+    retiring = max((one.recent_pages(context_tokens) + 1 for one in compressing), default=recent[0])
     fields: dict[str, tuple[str, tuple[int, ...]]] = {
         "fingerprint": ("S64", (1,)),
         "request": (f"S{ID_BYTES}", each),
@@ -529,12 +533,12 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "class_entries": ("<i4", (*rows, width)),
         "class_tokens": ("<i4", (layouts.class_tables, *rows)),
         "phase": ("<i4", each),
-        "recent_pages": ("<i4", (*rows, recent[0])),
+        "recent_pages": ("<i4", (*rows, retiring)),
         "plan": ("<i4", moving),
         "retired": ("<i4", each),
         "retired_after": ("<i4", each),
         "lowered": ("<i4", each),
-        "entries_after": ("<i4", (*rows, width if has_low else 0)),
+        "entries_after": ("<i4", (*rows, width if is_replaced else 0)),
         "tokens_after": ("<i4", (most_classes, *rows)),
         "lowered_after": ("<i4", each),
     }

@@ -41,6 +41,7 @@ from triptych.workers.decode.decode_attention import PageAttention, TokenScores
 from triptych.workers.decode.handover import Admission, RequestHandover
 from triptych.workers.decode.lowering import Lowering
 from triptych.workers.decode.output_cache import KeepAnswers, OutputCache
+from triptych.workers.decode.page_expiry import PageExpiry
 from triptych.workers.decode.page_growth import PageGrowth
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.plugins.pipeline import Pipeline, Seen, Verdict
@@ -112,7 +113,12 @@ class DecodeEngine:
             if one.plan.compresses
         }
         self._selector = Selector.of(self.selection, self.plan, arena, self._memory, self._sections)
-        self._growth = PageGrowth(self.pool, self._sections, windows, self._selector)
+        expiries = {
+            one: PageExpiry(self._memory, self._checkpoint, self._sections, one)
+            for one in tables.methods
+            if one.plan.has_windows
+        }
+        self._growth = PageGrowth(self.pool, self._sections, windows, self._selector, expiries)
         self._lowerings = {
             one: Lowering(self._memory, self._checkpoint, self._sections, one)
             for one in tables.methods

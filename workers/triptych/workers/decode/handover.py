@@ -158,6 +158,7 @@ class RequestHandover:
         If the worker dies meanwhile, the takeover worker goes by the checkpoint.
         """
         unused = pool_pages(one.unused_pages, one.tables.plan.recent.parts)
+        unused = np.concatenate([unused, one.expired_pages])
         lease_ref, held = self._hand_off(one, unused)
         self._checkpoint.lease[one.slot] = lease_ref.lease
         one.lease_ref = lease_ref

@@ -2,7 +2,7 @@
 
 The least significant pages go first, the oldest ones where significance is equal or not measured.
 Only full pages without a token of the high window are lowered: then no page has gaps, and the new
-table is known before a token moves.
+table is known before a token moves. Those of layers with a sliding window leave soon, and are not.
 """
 
 from collections.abc import Sequence
@@ -73,6 +73,9 @@ class Lowering:
         self._plan, self._class_table = tables.plan, tables.classes
         self._high_table, self._low_table = tables.classes.tables
         self._low = self._low_table.layout
+        windows = np.array(tables.plan.windows) > 0
+        self._in_window = np.repeat(windows, tables.plan.geometry.kv_heads)
+        """Head rows of layers with a sliding window."""
 
     def prepare(self, slot: int, seen: int, wanted: int) -> LoweringPlan:
         """Choose pages of a slot that free ``wanted`` pages; ``seen``: tokens of the sequence."""
@@ -91,6 +94,7 @@ class Lowering:
         table, device = self._high_table, self._memory.device
         full = (table.tokens[:, slot] // table.layout.tokens).ravel()
         width = int(full.max(initial=0))
+        full[self._in_window] = 0
         is_full = np.arange(width) < full[:, None]
         ids = np.where(is_full, table.pages[:, slot, :, :width].reshape(len(full), width), 0)
         parts, at = segments(self._memory.near, table.layout), device.put(ids).long()
@@ -179,7 +183,7 @@ class Lowering:
         self._move(slot, low_pages, places, targets)
         self._memory.save(np.concatenate(written) if self._memory.is_copied else NO_PAGES)
         moved = int(np.count_nonzero(targets >= 0))
-        self._checkpoint.lower(slot, pages, tokens, moved)
+        self._checkpoint.replace_classes(slot, pages, tokens, moved)
         self._sections.moved(slot)
         return np.concatenate(freed)
 

@@ -64,11 +64,15 @@ class SlotTokenSource:
         """The tokens of a slot in ``span``; None if a head row has dropped any token.
 
         Tokens behind a dropped one were computed without it, so other requests cannot use them.
+        Those that a layer with a sliding window dropped because no later token reads them do not
+        count, unless they are in ``span``.
         """
         plan, tables = method.plan, method.sections
         rows = plan.geometry.head_rows
         first, end = span
-        if np.any(sum(table.tokens[:, slot] for table in tables) != stored):
+        keeps_all = np.array(plan.windows) == 0
+        complete = np.flatnonzero(keeps_all | plan.policy.drops_tokens)
+        if np.any(sum(table.tokens[complete, slot] for table in tables) != stored):
             return None
         found = np.full((3, rows, end - first), -1, np.int32)
         for index, table in enumerate(tables):

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from triptych.core.errors import PageLimitReached, PoolExhausted, TriptychError
 from triptych.kvpool import WorkerPool
+from triptych.workers.decode.page_expiry import PageExpiry
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.running_batch import RunningRequest
 from triptych.workers.decode.window import RECENT, Window
@@ -30,10 +31,14 @@ class PageGrowth:
         sections: Sections,
         windows: Mapping[MethodTables, Window],
         selector: Selector | None,
+        expiries: Mapping[MethodTables, PageExpiry],
     ) -> None:
-        """``windows``: of each method that compresses; raw pages of others are the final ones."""
+        """``windows``: of each method that compresses; raw pages of others are the final ones.
+        ``expiries``: of each method whose pages expire.
+        """
         self._pool, self._sections = pool, sections
         self._windows, self._selector = windows, selector
+        self._expiries = expiries
 
     def allocate_slots(self, running: Mapping[str, RunningRequest]) -> Iterator[Failure]:
         """Retire old recent pages, then allocate pages so that every row can take one more token.
@@ -58,8 +63,9 @@ class PageGrowth:
     def allocate_for(self, one: RunningRequest, most: int) -> Ids:
         """Pages for a lowering: ``most``, or fewer if its limit says so; none if the pool has too
         few."""
+        spare = one.spare_pages + one.expired_pages.size
         try:
-            return self._take([one], [int(max(0, min(most, one.spare_pages)))])
+            return self._take_whole([one], [int(max(0, min(most, spare)))])
         except PoolExhausted:
             return NO_PAGES
 
@@ -79,8 +85,9 @@ class PageGrowth:
     ) -> Iterator[Failure]:
         """Retire recent pages of requests of one method that share the same ``alphas``.
 
-        The emptied pages are the next ones of the request.
+        The emptied pages are the next ones of the request, and so are those that expire.
         """
+        self._expire(full)
         slots, seen, tables = _slots(full), [one.position for one in full], full[0].tables
         retirement = window.prepare(slots, seen, alphas)
         gone = set[RunningRequest]()
@@ -98,6 +105,14 @@ class PageGrowth:
             self._sections.moved(one.slot)
         if self._selector is not None:
             self._selector.retire(retirement, tables)
+
+    def _expire(self, full: Sequence[RunningRequest]) -> None:
+        expiry = self._expiries.get(full[0].tables)
+        if expiry is None:
+            return
+        for one in full:
+            expired = expiry.remove(one.slot, one.position)
+            one.expired_pages = np.concatenate([one.expired_pages, expired])
 
     def _grow(
         self, batch: Sequence[RunningRequest], slots: Ids, table: PageTable, wanted: Ids
@@ -129,7 +144,8 @@ class PageGrowth:
         first = np.array([0, *accumulate(lacking)], np.int64)
         tables = batch[0].tables
         is_recent = table is tables.recent
-        ids = self._take_recent(batch, lacking) if is_recent else self._take(batch, lacking)
+        take = self._take_recent if is_recent else self._take_whole
+        ids = take(batch, lacking)
         table.append_pages(slots, wanted, ids, first)
         for slot in slots.tolist():
             self._sections.moved(slot, tables.places[RECENT] if is_recent else None)
@@ -149,6 +165,19 @@ class PageGrowth:
                 one.unused_pages, fresh = np.concatenate([one.unused_pages, new]), fresh[more:]
             taken.append(one.unused_pages[:count])
             one.unused_pages = one.unused_pages[count:]
+        return np.concatenate(taken)
+
+    def _take_whole(self, batch: Sequence[RunningRequest], counts: Sequence[int]) -> Ids:
+        """High and low pages for each request: first its expired ones, then newly allocated
+        ones."""
+        short = [
+            max(0, count - one.expired_pages.size) for one, count in zip(batch, counts, strict=True)
+        ]
+        fresh = self._take(batch, short)
+        taken = list[Ids]()
+        for one, count, more in zip(batch, counts, short, strict=True):
+            taken += [one.expired_pages[: count - more], fresh[:more]]
+            one.expired_pages, fresh = one.expired_pages[count - more :], fresh[more:]
         return np.concatenate(taken)
 
     def _take(self, batch: Sequence[RunningRequest], counts: Sequence[int]) -> Ids:

@@ -20,6 +20,7 @@ from torch import Tensor
 from triptych.core.config import SelectionConfig
 from triptych.core.head_budgets import BUDGET_MAX
 from triptych.core.pages import PagePlan
+from triptych.core.table_layouts import TableLayouts
 from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
 from triptych.kernels.select import TILE_PAGES, WHOLE, Kind, tile_bytes
 from triptych.kvpool import Arena
@@ -179,13 +180,15 @@ class Selector:
         dense = config.dense_layers
         self.dense_layers = (0 if plan.head_budgets else DENSE_LAYERS) if dense == "auto" else dense
         rotated = plan.policy.kv_rotation.rotated
+        num_recent = len(TableLayouts.of(plan).recent)
+        retiring = {one.recent for one in plan.by_method.values() if one.compresses}
         self._summaries = [
             None
-            if at == 0 and table.layout.format.is_quantized
+            if at < num_recent and table.layout in retiring
             else TableSummaries(kind, rotated, arena, memory, table)
             for at, table in enumerate(tables)
         ]
-        """One for each table; None for the one of recent pages."""
+        """One for each table; None for those of recent pages."""
         layers, slots, kv_heads, _ = tables[0].pages.shape
         most = sum(table.width for table in tables)
         self.ordinals = memory.device.put(np.zeros((layers, slots, kv_heads, most), np.int32))

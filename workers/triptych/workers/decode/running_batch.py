@@ -51,6 +51,9 @@ class RunningRequest:
     """Position of the input token of the next step."""
     unused_pages: Ids = field(default_factory=lambda: NO_PAGES)
     """Empty recent pages of this request; its rows take their next ones from here first."""
+    expired_pages: Ids = field(default_factory=lambda: NO_PAGES)
+    """Empty pages that have left the rows of layers with a sliding window; rows take their next
+    high and low pages from here first."""
     allocated_pages: list[Ids] = field(default_factory=lambda: [NO_PAGES])
     """Pages that this worker allocated for the request, in order."""
     num_pages: int = 0

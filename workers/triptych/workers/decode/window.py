@@ -41,6 +41,8 @@ class RetirementPlan:
 
 PLANNED, DOWNGRADED, ENCODED = 1, 2, 3
 """Phases of a retirement."""
+NONE = -1
+"""No place: a token that is not downgraded (``Retirement``)."""
 RECENT, HIGH, LOW = range(3)
 """Tables of a method that compresses."""
 
@@ -108,8 +110,24 @@ class Window:
             alpha_high=alpha_high,
             alpha_low=alpha_low,
         )
-        numbers = plan.numbers.cpu().numpy()
-        return RetirementPlan(slots, Retirement(numbers.reshape(layers, len(slots), kv_heads, -1)))
+        numbers = plan.numbers.cpu().numpy().reshape(layers, len(slots), kv_heads, -1)
+        self._append_in_windows(numbers, slots)
+        return RetirementPlan(slots, Retirement(numbers))
+
+    def _append_in_windows(self, numbers: Ids, slots: Ids) -> None:
+        """Have layers with a sliding window append the new tokens and downgrade none.
+
+        Then their pages expire in the order of their tokens.
+        """
+        layers = np.flatnonzero(self.plan.windows)
+        if not layers.size:
+            return
+        stored = self.high.tokens[layers][:, slots]
+        added = np.arange(self.plan.retire_tokens, dtype=np.int32)
+        mine = np.full((*stored.shape, numbers.shape[-1]), NONE, np.int32)
+        mine[..., 0], mine[..., 1] = stored + np.int32(added.size), 0
+        mine[..., 2 : 2 + added.size] = stored[..., None] + added
+        numbers[layers] = mine
 
     def _retiring_rows(self, slots: Ids, seen: Sequence[int]) -> Ids:
         """Rows of all layers, tokens seen, and the oldest position that leaves the high window.

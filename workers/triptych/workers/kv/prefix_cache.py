@@ -70,16 +70,11 @@ class SharedPrefix:
     """Pages of a cached prefix that a request reads in place, and the pin on them."""
 
     pin: PinId
-    span: range
-    """Positions of their tokens."""
+    counts: Ids
+    """Tokens of each head row; 0 in layers with a sliding window."""
     pages: Ids
-    """[head rows, pages of a head row]: full pages, then the one with the end of the sink, which is
-    read up to that."""
-
-    @property
-    def counts(self) -> Ids:
-        """Tokens of each head row."""
-        return np.full(len(self.pages), len(self.span), np.int32)
+    """Pages of the head rows that have any, one row after another: full pages, then the one with
+    the end of the sink, which is read up to that."""
 
 
 class TokenSource(Protocol):
@@ -237,9 +232,11 @@ class PrefixStore:
             raise
         each = self.plan.high.tokens
         pages = high[:, span.start // each : span.stop // each]
-        return SharedPrefix(
-            found.pin, span, np.roll(pages, -1, axis=1) if self.plan.sink_shift else pages
-        )
+        if self.plan.sink_shift:
+            pages = np.roll(pages, -1, axis=1)
+        reads = np.repeat(np.array(self.plan.windows) == 0, self.plan.geometry.kv_heads)
+        counts = np.where(reads, len(span), 0).astype(np.int32)
+        return SharedPrefix(found.pin, counts, pages[reads].ravel())
 
     def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
         blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens

@@ -125,7 +125,8 @@ def _observe(path: Path) -> _Observed:
         _refuse_mixing(config, model)
         context = _context(config, fix_rope(model, config))
         layers, geometry, num_heads = _run(path, config, model, context or _UNKNOWN_CONTEXT)
-        geometry = replace(geometry, has_latents=has_latents)
+        windows = _windows(layers, context)
+        geometry = replace(geometry, has_latents=has_latents, windows=windows)
         if not context:
             raise ModelError("it states no max_position_embeddings")
     except ModelError as error:
@@ -161,6 +162,12 @@ def _context(config: PreTrainedConfig, rope_limit: int | None) -> int:
     chunk = getattr(config, "attention_chunk_size", None)
     limits = [limit for limit in (stated, chunk, rope_limit) if limit]
     return min(map(int, limits)) if stated else 0
+
+
+def _windows(layers: tuple[LayerTraits, ...], context: int) -> tuple[int, ...]:
+    """The sliding window of each layer, 0 where it holds the whole context; empty: all do."""
+    windows = tuple(layer.window if layer.window < context else 0 for layer in layers)
+    return windows if any(windows) else ()
 
 
 def _refuse_mixing(config: PreTrainedConfig, model: PreTrainedModel) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks.peers import llama, openvino, triptych_server, vllm
+from benchmarks.peers import hf_transformers, llama, openvino, triptych_server, vllm
 from benchmarks.peers.peer import Peer
 from triptych.core.errors import ConfigError
 
@@ -10,6 +10,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "openvino": openvino.SERVERS,
     "llama": llama.SERVERS,
     "vllm": vllm.SERVERS,
+    "transformers": hf_transformers.SERVERS,
 }
 
 

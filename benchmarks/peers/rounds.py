@@ -29,7 +29,7 @@ class Measured:
     """Names of ``bench serve``, and ``other_cores`` without the busy loop."""
     errors: Mapping[str, int] = field(default_factory=dict[str, int])
     date: str = ""
-    commit: str | None = None
+    commit: str = ""
 
     @property
     def turn(self) -> Turn:
@@ -46,6 +46,8 @@ class Plan:
     rounds: int
     most_other_cores: float = MOST_OTHER_CORES
     most_attempts: int = MOST_ATTEMPTS
+    skipped: Sequence[tuple[str, str]] = ()
+    """Workload and server, where the server does not start or fails the warm-up."""
 
     def counts(self, row: Measured) -> bool:
         """Whether a turn is used: all requests answered, and no other process in the way."""
@@ -82,8 +84,9 @@ class Plan:
         return None
 
     def _is_settled(self, place: "Place", seen: "Attempts") -> bool:
+        workload, _, server = place
         made, is_good = seen.get(place, (0, False))
-        return is_good or made >= self.most_attempts
+        return is_good or made >= self.most_attempts or (workload, server) in self.skipped
 
     def _places(self, workload: str) -> Iterator["Place"]:
         for number in range(1, self.rounds + 1):

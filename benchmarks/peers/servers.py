@@ -62,7 +62,7 @@ class Fleet:
         except BaseException:
             self._stop(server)
             raise
-        if self.restart or not is_quiet(idle_cores(server), available_bytes()):
+        if self.restart or has_ended(server) or not is_quiet(idle_cores(server), available_bytes()):
             self._stop(server)
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Fleet:
 
     def _find(self, peer: Peer, needs: ServerNeeds) -> Running:
         command, found = peer.command(needs), self.running.get(peer.name)
-        if found is not None and found.command == command and found.process.poll() is None:
+        if found is not None and found.command == command and not has_ended(found):
             return found
         if found is not None:
             self._stop(found)
@@ -82,6 +82,10 @@ class Fleet:
     def _stop(self, server: Running) -> None:
         del self.running[server.peer.name]
         stop(server.process)
+
+
+def has_ended(server: Running) -> bool:
+    return server.process.poll() is not None
 
 
 def is_quiet(cores: float, available: int) -> bool:

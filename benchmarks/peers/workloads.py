@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import exp, log
 from random import Random
 
+from benchmarks.peers.peer import ServerNeeds
 from triptych.core.errors import ConfigError
 from triptych.loadgen.measure import levels_of
 from triptych.loadgen.workload.arrivals import arrivals_s
@@ -41,6 +42,15 @@ class PeerWorkload:
         if self.is_conversation:
             return SHARED_TOKENS + 2 * TURNS * MESSAGE_TOKENS
         return self.prompt_tokens + self.output_tokens
+
+    def needs(self, port: int) -> ServerNeeds:
+        """What a server is started for; the prefix cache is on where prompts share a beginning."""
+        return ServerNeeds(
+            port=port,
+            clients=self.clients,
+            context_tokens=self.context_tokens,
+            prefix_cache=self.is_conversation,
+        )
 
 
 def parse_workload(name: str) -> PeerWorkload:

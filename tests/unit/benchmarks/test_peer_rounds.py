@@ -1,5 +1,7 @@
 """Order of the turns, the rule for disturbed ones, and what is measured again."""
 
+from dataclasses import replace
+
 from benchmarks.peers.rounds import Measured, Plan, Turn, used
 
 PLAN = Plan(workloads=("short", "long"), servers=("ours", "theirs"), rounds=2)
@@ -80,6 +82,13 @@ def test_more_rounds_continue_after_those_that_are_there() -> None:
     rows = [measured(turn) for turn in all_turns(plan)]
     longer = Plan(workloads=("short",), servers=("ours",), rounds=2)
     assert longer.next_turn(rows) == Turn("short", 2, "ours")
+
+
+def test_a_server_is_skipped_for_one_workload() -> None:
+    plan = replace(PLAN, skipped=[("short", "ours")])
+    turns = [(turn.workload, turn.server) for turn in all_turns(plan)]
+    assert turns == [("short", "theirs")] * 2 + [("long", "ours"), ("long", "theirs")] * 2
+    assert plan.settled([], "short") == plan.rounds
 
 
 def test_settled_counts_turns_and_not_attempts() -> None:

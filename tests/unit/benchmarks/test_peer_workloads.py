@@ -2,7 +2,6 @@
 
 import pytest
 
-from benchmarks.peers.__main__ import needs_of
 from benchmarks.peers.measure import wrong_lengths
 from benchmarks.peers.servers import LEAST_AVAILABLE_BYTES, MOST_IDLE_CORES, is_quiet
 from benchmarks.peers.workloads import (
@@ -52,7 +51,7 @@ def test_a_server_has_room_for_the_longest_request() -> None:
         workload = parse_workload(name)
         turns = [turn for one in sessions_of(workload, "x", None) for turn in one.turns]
         longest = max(turn.prompt_tokens + turn.output_tokens for turn in turns)
-        assert needs_of(workload, 1).context_tokens == longest
+        assert workload.needs(1).context_tokens == longest
 
 
 def test_a_rate_gives_arrival_times() -> None:
@@ -62,8 +61,8 @@ def test_a_rate_gives_arrival_times() -> None:
 
 
 def test_only_conversations_have_a_prefix_cache() -> None:
-    assert needs_of(parse_workload("conversations+busy"), 1).prefix_cache
-    assert not needs_of(parse_workload("512/64/4+busy"), 1).prefix_cache
+    assert parse_workload("conversations+busy").needs(1).prefix_cache
+    assert not parse_workload("512/64/4+busy").needs(1).prefix_cache
 
 
 def test_random_names_are_workloads_with_clients_and_rates() -> None:

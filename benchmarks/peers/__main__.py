@@ -10,9 +10,9 @@ Turns that are in the file already are not measured again. A plot is written bes
 
 import argparse
 import json
+import signal
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -61,25 +61,35 @@ def workload_names(asked: argparse.Namespace) -> list[str]:
 
 
 def compare(asked: argparse.Namespace) -> Comparison:
-    """Make everything ready for the turns."""
-    plan = Plan(
-        workloads=workload_names(asked),
-        servers=(),
-        rounds=asked.rounds,
-        most_other_cores=asked.most_other_cores,
-        most_attempts=asked.attempts,
-    )
-    conditions = Conditions(seed=asked.seed, requests=asked.requests)
+    """Make everything ready for the turns.
+
+    Raises: ConfigError if an option makes no sense, or does not fit what is in the file
+    """
+    peers, topologies = names(asked.peers), names(asked.topologies)
+    wanted, workloads = servers_named(peers, topologies), workload_names(asked)
+    conditions = Conditions(peers, topologies, asked.seed, asked.requests)
     rows = results.read(asked.out, conditions)
-    servers = prepared(servers_named(names(asked.peers), names(asked.topologies)))
+    servers = prepared(wanted)
     return Comparison(
         path=asked.out,
-        plan=replace(plan, servers=[server.name for server in servers]),
+        plan=Plan(
+            workloads=workloads,
+            servers=[server.name for server in servers],
+            rounds=asked.rounds,
+            most_other_cores=asked.most_other_cores,
+            most_attempts=asked.attempts,
+        ),
         conditions=conditions,
         servers={server.name: server for server in servers},
         ports={server.name: asked.port + at for at, server in enumerate(servers)},
         rows=rows,
     )
+
+
+def stop_at_signals() -> None:
+    """Let SIGINT and SIGTERM end the servers too; in a shell's background SIGINT is ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     asked = parser.parse_args(arguments)
+    stop_at_signals()
     try:
         comparison = compare(asked)
         run(comparison, Fleet(peers_dir() / "logs", restart=asked.restart))

@@ -24,6 +24,9 @@ Figures = dict[str, float]
 class Conditions:
     """What is the same for all turns of a result file."""
 
+    peers: Sequence[str]
+    """All have turns in each round: one that came later would be compared across time."""
+    topologies: Sequence[str]
     seed: int
     requests: int | None
     """In each round; None: enough for the number of clients."""

@@ -34,12 +34,13 @@ def plot(rows: Sequence[ServerSummary], path: Path) -> None:
     except ImportError as error:
         raise ConfigError("matplotlib: not installed; pip install 'triptych[eval]'") from error
     figure = Figure(figsize=(5.2 * len(PANELS), 4.2), layout="constrained")
-    for axes, (name, (title, scale)) in zip(
-        figure.subplots(1, len(PANELS), squeeze=False)[0], PANELS.items(), strict=True
-    ):
+    panels = figure.subplots(1, len(PANELS))
+    for axes, (name, (title, scale)) in zip(panels, PANELS.items(), strict=True):
         _bars(axes, [row for row in rows if name in row.figures], name, scale)
         axes.set_ylabel(title)
         axes.grid(visible=True, axis="y", alpha=0.25)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=max(1, len(labels)))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80)
 
@@ -60,5 +61,3 @@ def _bars(axes: "Axes", rows: Sequence[ServerSummary], name: str, scale: float) 
         axes.bar(places, middle, each, yerr=errors, capsize=2, label=server)
     middles = [number + (WIDTH - each) / 2 for number in range(len(workloads))]
     axes.set_xticks(middles, workloads, rotation=30, fontsize=7)
-    if servers:
-        axes.legend(fontsize=7)

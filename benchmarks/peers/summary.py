@@ -1,10 +1,10 @@
 """Medians and spread of each server, and Triptych next to each peer in the same rounds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.peers.rounds import Measured, Plan, used
+from benchmarks.peers.rounds import Measured, Place, Plan, used
 from benchmarks.peers.triptych_server import PREFIX
 
 FIGURES = (
@@ -63,32 +63,32 @@ class Ratio:
 def summarize(plan: Plan, rows: Sequence[Measured]) -> list[ServerSummary]:
     """A summary of each server and workload that was measured."""
     good, found = used(plan, rows), list[ServerSummary]()
-    for workload, server in _pairs(plan.workloads, plan.servers):
+    for workload, server in _pairs(rows):
         mine = [row for row in rows if (row.workload, row.server) == (workload, server)]
         kept = [row for row in good.values() if (row.workload, row.server) == (workload, server)]
         disturbed = sum(plan.is_disturbed(row) for row in mine)
         failed = sum(bool(row.errors) for row in mine)
         figures = _spreads([row.figures for row in kept], FIGURES)
-        if mine:
-            found.append(ServerSummary(workload, server, len(kept), disturbed, failed, figures))
+        found.append(ServerSummary(workload, server, len(kept), disturbed, failed, figures))
     return found
 
 
 def ratios(plan: Plan, rows: Sequence[Measured]) -> list[Ratio]:
     """Triptych over each peer: in each round by itself, then the median of the rounds."""
-    good, found = used(plan, rows), list[Ratio]()
-    ours = [name for name in plan.servers if name.startswith(PREFIX)]
-    peers = [name for name in plan.servers if name not in ours]
-    for workload, mine in _pairs(plan.workloads, ours):
-        for peer in peers:
-            each = [
-                _over(good[workload, number, mine].figures, good[workload, number, peer].figures)
-                for number in range(1, plan.rounds + 1)
-                if (workload, number, mine) in good and (workload, number, peer) in good
-            ]
-            if each:
-                found.append(Ratio(workload, mine, peer, len(each), _spreads(each, COMPARED)))
-    return found
+    good, names = used(plan, rows), dict.fromkeys(row.server for row in rows)
+    peers = [name for name in names if not name.startswith(PREFIX)]
+    ours = [(workload, name) for workload, name in _pairs(rows) if name not in peers]
+    found = [_ratio(good, workload, mine, peer) for workload, mine in ours for peer in peers]
+    return [one for one in found if one.rounds]
+
+
+def _ratio(good: Mapping[Place, Measured], workload: str, mine: str, peer: str) -> Ratio:
+    each = [
+        _over(row.figures, good[workload, number, peer].figures)
+        for (where, number, server), row in good.items()
+        if (where, server) == (workload, mine) and (workload, number, peer) in good
+    ]
+    return Ratio(workload, mine, peer, len(each), _spreads(each, COMPARED))
 
 
 def _over(mine: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
@@ -106,5 +106,8 @@ def _spreads(each: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[
     }
 
 
-def _pairs(left: Sequence[str], right: Sequence[str]) -> Iterator[tuple[str, str]]:
-    return ((one, other) for one in left for other in right)
+def _pairs(rows: Sequence[Measured]) -> list[tuple[str, str]]:
+    """Workloads and servers, in the order of their first turns."""
+    found = dict.fromkeys((row.workload, row.server) for row in rows)
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    return sorted(found, key=lambda pair: workloads.index(pair[0]))

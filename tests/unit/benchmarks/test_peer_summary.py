@@ -1,6 +1,7 @@
 """Medians over the turns that count, ratios round by round, and the result file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from triptych.core.errors import ConfigError
 
 OURS, THEIRS = "triptych-colocated", "llama"
 PLAN = Plan(workloads=("512/64/4",), servers=(THEIRS, OURS), rounds=3)
-CONDITIONS = Conditions(seed=0, requests=None)
+CONDITIONS = Conditions(["llama"], ["colocated"], seed=0, requests=None)
 
 
 def measured(server: str, number: int, rate: float, other_cores: float = 0.0) -> Measured:
@@ -79,7 +80,7 @@ def test_a_file_of_other_conditions_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
     results.write(path, {}, CONDITIONS, PLAN, ROWS)
     with pytest.raises(ConfigError, match="another --out"):
-        results.read(path, Conditions(seed=1, requests=None))
+        results.read(path, replace(CONDITIONS, seed=1))
 
 
 def test_tables_and_plot_take_what_a_server_lacks(tmp_path: Path) -> None:

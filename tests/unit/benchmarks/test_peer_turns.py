@@ -18,7 +18,7 @@ from benchmarks.peers.summary import summarize
 
 SHIMS = Path(results.__file__).parent / "shims"
 SCRIPT = Path(__file__).with_name("echo_server.py")
-CONDITIONS = Conditions(seed=0, requests=4)
+CONDITIONS = Conditions([], [], seed=0, requests=4)
 PLAN = Plan(workloads=("16/8/2",), servers=("first", "second"), rounds=1, most_other_cores=99.0)
 
 pytestmark = pytest.mark.slow

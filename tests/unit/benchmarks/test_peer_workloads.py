@@ -1,7 +1,11 @@
 """Workloads by name, and prompts that are the same for all servers of a round."""
 
+from argparse import Namespace
+
 import pytest
 
+from benchmarks.peers.__main__ import workload_names
+from benchmarks.peers.catalogue import servers_named
 from benchmarks.peers.measure import wrong_lengths
 from benchmarks.peers.servers import LEAST_AVAILABLE_BYTES, MOST_IDLE_CORES, is_quiet
 from benchmarks.peers.workloads import (
@@ -69,6 +73,22 @@ def test_random_names_are_workloads_with_clients_and_rates() -> None:
     found = [parse_workload(name) for name in random_names(7)]
     assert [one.rate_per_s is None for one in found] == [True, False, True, False]
     assert random_names(7) != random_names(8)
+
+
+def test_busy_is_part_of_the_name_and_said_once() -> None:
+    asked = Namespace(workloads="512/64/1,512/64/4+busy", random_set=None, busy=True)
+    assert workload_names(asked) == ["512/64/1+busy", "512/64/4+busy"]
+    drawn = workload_names(Namespace(workloads="", random_set=3, busy=False))
+    assert drawn == random_names(3)
+
+
+def test_names_of_peers_and_topologies() -> None:
+    found = [server.name for server in servers_named(["llama", "openvino"], ["colocated"])]
+    assert found == ["llama-bf16", "llama-q4_1", "openvino", "triptych-colocated"]
+    with pytest.raises(ConfigError, match="peer 'lama'"):
+        servers_named(["lama"], [])
+    with pytest.raises(ConfigError, match="topology 'both'"):
+        servers_named([], ["both"])
 
 
 @pytest.mark.parametrize("name", ["512/64", "512/64/x", "a/b/c", "512/64/1/2", "busy"])

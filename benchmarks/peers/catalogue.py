@@ -19,9 +19,9 @@ def servers_named(peers: Sequence[str], topologies: Sequence[str]) -> list[Peer]
 
     Raises: ConfigError if there is none of a name
     """
-    ours = {
-        name.name.removeprefix(triptych_server.PREFIX): name for name in triptych_server.SERVERS
-    }
+    ours: dict[str, Peer] = dict(
+        zip(triptych_server.TOPOLOGIES, triptych_server.SERVERS, strict=True)
+    )
     for name in set(peers) - set(PEERS):
         raise ConfigError(f"peer {name!r}: expected one of {', '.join(PEERS)}")
     for name in set(topologies) - set(ours):

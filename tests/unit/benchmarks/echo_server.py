@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from completions import OnTokens, serve  # of benchmarks/peers/shims, by PYTHONPATH
+from benchmarks.peers.shims.completions import OnTokens, serve
 
 
 class Numbers:

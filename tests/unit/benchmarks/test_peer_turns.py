@@ -16,7 +16,7 @@ from benchmarks.peers.rounds import Plan
 from benchmarks.peers.servers import Fleet
 from benchmarks.peers.summary import summarize
 
-SHIMS = Path(results.__file__).parent / "shims"
+ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("echo_server.py")
 CONDITIONS = Conditions([], [], seed=0, requests=4)
 PLAN = Plan(workloads=("16/8/2",), servers=("first", "second"), rounds=1, most_other_cores=99.0)
@@ -32,7 +32,7 @@ def echo(name: str, kind: str = "whole") -> Peer:
         name=name,
         command=command,
         prepare=lambda: None,
-        variables={"PYTHONPATH": str(SHIMS)},
+        variables={"PYTHONPATH": str(ROOT)},
         start_timeout_s=60.0,
     )
 

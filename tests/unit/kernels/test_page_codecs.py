@@ -103,6 +103,27 @@ def test_pages_hold_what_the_quantizer_makes_of_their_tokens(
     assert torch.equal(got[2], plain[2])
 
 
+@pytest.mark.parametrize("apart", [0.0, 1e-3])
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_of_one_repeated_token_are_nearly_exact(
+    backend: str, name: str, apart: float
+) -> None:
+    """As in an answer that repeats itself: scales of balanced pages were beyond float16."""
+    moves = whole_moves("fp16", name, 64, "channel", apart=apart)
+    arena = moves.arena.clone()
+    given = moves.places, moves.target_places
+    move_tokens.on(backend)(arena, moves.source, moves.target, moves.slots, *given)
+    held = moves.target.tokens.flatten()
+    found, exact = (
+        load_tokens.on("reference")(memory, side.layout, side.pages.flatten(0, 1), held)
+        for memory, side in ((arena, moves.target), (moves.arena, moves.source))
+    )
+    for numbers, wanted, most in zip(found[:2], exact[:2], (0.01, 0.6), strict=True):
+        assert numbers.isfinite().all()
+        assert (numbers - wanted).norm() < most * wanted.norm()
+
+
 @pytest.mark.parametrize("head_dim", [64, 96])
 @pytest.mark.parametrize("name", WHOLE)
 def test_backends_encode_pages_to_the_same_bytes(name: str, head_dim: int) -> None:

@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from triptych.kernels.codec import page_codecs
 from triptych.kernels.codec.gpu_slots import placed_slots, rounded_codes, store_metadata
 from triptych.kernels.triton.page_access import (
     halves_at,
@@ -12,6 +13,8 @@ from triptych.kernels.triton.page_access import (
     positions_of,
     units_at,
 )
+
+LEAST_DEVIATION = tl.constexpr(page_codecs.LEAST_DEVIATION)
 
 
 @triton.jit
@@ -119,6 +122,14 @@ def clamped(numbers):
 
 
 @triton.jit
+def divisor(mean, variance):
+    """What a row is divided by: its deviation, or the least one."""
+    least = LEAST_DEVIATION * tl.sqrt(variance + mean * mean)
+    deviation = tl.maximum(tl.sqrt(variance), least)
+    return tl.where(deviation > 0.0, deviation, 1.0)
+
+
+@triton.jit
 def balanced(rest, inside, FORM: tl.constexpr, NORMALIZATIONS: tl.constexpr):
     """Scales of tokens and channels, as ``page_codecs.balance`` finds them."""
     by_token = tl.full([rest.shape[0]], 1.0, tl.float32)
@@ -127,14 +138,12 @@ def balanced(rest, inside, FORM: tl.constexpr, NORMALIZATIONS: tl.constexpr):
     for _pair in range(NORMALIZATIONS // 2):
         mean = tl.sum(rest, 0) / FORM.tokens
         apart = tl.where(inside, rest - mean[None, :], 0.0)
-        deviation = tl.sqrt(tl.sum(apart * apart, 0) / FORM.tokens)
-        deviation = tl.where(deviation > 0.0, deviation, 1.0)
+        deviation = divisor(mean, tl.sum(apart * apart, 0) / FORM.tokens)
         rest = rest / deviation[None, :]
         by_channel = by_channel * deviation
         mean = tl.sum(rest, 1) / FORM.dim
         apart = tl.where(inside, rest - mean[:, None], 0.0)
-        deviation = tl.sqrt(tl.sum(apart * apart, 1) / FORM.dim)
-        deviation = tl.where(deviation > 0.0, deviation, 1.0)
+        deviation = divisor(mean, tl.sum(apart * apart, 1) / FORM.dim)
         rest = rest / deviation[:, None]
         by_token = by_token * deviation
     is_token = tl.arange(0, FORM.page_tile) < FORM.tokens

@@ -10,6 +10,9 @@ from triptych.kernels.codec.quantizer import FP16_MAX, Encoded, decode, encode
 
 NORMALIZATIONS = 16
 """Divisions by the deviation of channels and of tokens, in turns. Source: KVarN"""
+LEAST_DEVIATION = 1 / 64
+"""Least deviation that a row is divided by, as a part of its root mean square. Without it scales
+of a page whose tokens are all alike, as in an answer that repeats one, exceed float16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,8 @@ def balance(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Scales r_t and c_c by which x_tc / (r_t c_c) has about the same deviation along both axes.
 
     Sinkhorn's iteration: channels are divided by their standard deviation over the tokens, then
-    tokens by theirs over the channels, and so on. A row without deviation is left as it is. The
-    geometric mean of the r_t is 1, so that numbers keep their size.
+    tokens by theirs over the channels, and so on. A row of zeros is left as it is. The geometric
+    mean of the r_t is 1, so that numbers keep their size.
 
     Shapes:  vectors [n, T, d] -> r float64 [n, T], c float64 [n, d]
     Source:  KVarN (variance normalization of both axes, 16 times, in logarithms)
@@ -92,12 +95,14 @@ def balance(vectors: Tensor) -> tuple[Tensor, Tensor]:
     channel = rest.new_ones(len(rest), 1, rest.shape[2])
     for step in range(NORMALIZATIONS):
         by_channel = step % 2 == 0
-        deviation = rest.std(1 if by_channel else 2, correction=0, keepdim=True)
+        axis = 1 if by_channel else 2
+        size = rest.square().mean(axis, keepdim=True).sqrt()
+        deviation = rest.std(axis, correction=0, keepdim=True).maximum(LEAST_DEVIATION * size)
         deviation = torch.where(deviation > 0, deviation, 1.0)
         rest = rest / deviation
         if by_channel:
             channel = channel * deviation
         else:
             token = token * deviation
-    size = token.log().mean(1, keepdim=True).exp()
-    return (token / size).squeeze(2), (channel * size).squeeze(1)
+    typical = token.log().mean(1, keepdim=True).exp()
+    return (token / typical).squeeze(2), (channel * typical).squeeze(1)

@@ -5,6 +5,7 @@
 import numpy as np
 from numba import carray
 
+from triptych.kernels.codec.page_codecs import LEAST_DEVIATION
 from triptych.kernels.codec.page_codecs import NORMALIZATIONS as TIMES
 from triptych.kernels.codec.vectors import pack, quantize
 from triptych.kernels.codegen.numba_runtime import (
@@ -80,12 +81,12 @@ def _balance(vectors):
                 apart = rest[token, channel] - mean[channel] / tokens
                 deviation[channel] += apart * apart
         for channel in range(dim):
-            deviation[channel] = _above_zero(np.sqrt(deviation[channel] / tokens))
+            deviation[channel] = _divisor(mean[channel] / tokens, deviation[channel] / tokens)
             by_channel[channel] *= deviation[channel]
         for token in range(tokens):
             for channel in range(dim):
                 rest[token, channel] /= deviation[channel]
-            size = _above_zero(_deviation(rest[token]))
+            size = _divisor_of(rest[token])
             by_token[token] *= size
             for channel in range(dim):
                 rest[token, channel] /= size
@@ -94,14 +95,22 @@ def _balance(vectors):
 
 
 @kernel
-def _above_zero(number):
-    return number if number > 0 else 1.0
+def _divisor(mean, variance):
+    """What a row is divided by: its deviation, or the least one."""
+    least = LEAST_DEVIATION * np.sqrt(variance + mean * mean)
+    deviation = max(np.sqrt(variance), least)
+    return deviation if deviation > 0 else 1.0
+
+
+@kernel
+def _divisor_of(numbers):
+    mean = numbers.sum() / len(numbers)
+    return _divisor(mean, _squares(numbers, mean) / len(numbers))
 
 
 @summing_kernel
-def _deviation(numbers):
-    mean = numbers.sum() / len(numbers)
+def _squares(numbers, mean):
     squares = 0.0
     for number in numbers:
         squares += (number - mean) * (number - mean)
-    return np.sqrt(squares / len(numbers))
+    return squares

@@ -57,14 +57,23 @@ def load_model(
     if not {"prefill", "decode"} & set(stages):
         return None
     with ThreadPoolExecutor(1, "load") as loading:
-        return loading.submit(_load_context, config, plan, model_path, device.name).result()
+        return loading.submit(_load_context, config, plan, model_path, stages, device.name).result()
 
 
 def _load_context(
-    config: AppConfig, plan: PagePlan, model_path: Path, device: torch.device
+    config: AppConfig,
+    plan: PagePlan,
+    model_path: Path,
+    stages: Sequence[Stage],
+    device: torch.device,
 ) -> ModelContext:
     model = load(
-        model_path, config.model.dtype, str(device), quantization=config.model.quantization
+        model_path,
+        config.model.dtype,
+        str(device),
+        quantization=config.model.quantization,
+        prompts=config.prefill.quantization,
+        stages=stages,
     )
     return ModelContext(
         ModelRunner(model, Coordinates.of(plan.policy.kv_rotation, plan.geometry, device)),
@@ -99,7 +108,7 @@ def prefix_store(
     """Prefix cache access for a model of this revision; None if the prefix cache is off."""
     if plan.prefix_bytes == 0:
         return None
-    return PrefixStore(pool, plan, revision, config.model.arithmetic, device)
+    return PrefixStore(pool, plan, revision, config.arithmetic, device)
 
 
 def make_engines(
@@ -130,7 +139,7 @@ def make_engines(
     half = not device.is_host and config.model.dtype != "float32"
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(
-            runner,
+            runner.for_prefill(),
             pool,
             plan,
             answers,

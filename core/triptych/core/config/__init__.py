@@ -15,6 +15,7 @@ from triptych.core.config.stages import (
     DecodeConfig,
     EncodeConfig,
     PrefillConfig,
+    PromptQuantization,
     check_policy,
 )
 from triptych.core.config.steps import SelectionConfig, StepPluginConfig
@@ -39,6 +40,7 @@ __all__ = [
     "NetworkConfig",
     "PoolConfig",
     "PrefillConfig",
+    "PromptQuantization",
     "Quantization",
     "RequestLimitsConfig",
     "RouterConfig",

@@ -121,6 +121,11 @@ class AppConfig:
         expected = f"a multiple of router.shards ({shards}), since each shard has its own workers"
         require(count % shards == 0, name, count, expected)
 
+    @property
+    def arithmetic(self) -> str:
+        """Data type and quantization: with the checkpoint, they determine all results."""
+        return f"{self.model.arithmetic}, prompts {self.prefill.quantization}"
+
     def worker_groups(self) -> dict[str, WorkerGroup]:
         """Groups of workers that Ray starts: one per stage, or a single one sized by ``decode``."""
         stages = {"prefill": self.prefill, "compressor": self.compressor, "decode": self.decode}

@@ -121,6 +121,9 @@ class EncodeConfig:
                 require(given == type(given)(), f"encode.{name}", given, expected)
 
 
+PromptQuantization = Literal["auto", "none", "int8"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
     """The stage that reads prompts."""
@@ -133,6 +136,11 @@ class PrefillConfig:
 
     max_num_batched_tokens: int = 512
     """Maximum prompt tokens of one step (chunked prefill); longer prompts take several steps."""
+
+    quantization: PromptQuantization = "auto"
+    """How products of prompts are computed: ``int8``, with weights and inputs in 8 bits (a CPU with
+    VNNI and plain layers); ``none``, as those of answers are; ``auto``, in 8 bits where that is
+    possible, ``model.dtype`` is ``bfloat16`` and ``model.quantization`` is ``auto``."""
 
     def __post_init__(self) -> None:
         self.autoscaling.check(self.actor, "prefill")

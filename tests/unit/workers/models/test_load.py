@@ -29,6 +29,7 @@ from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.hf_model import HFModel
 from triptych.workers.models.load import load
 from triptych.workers.models.traits import HEAD
+from triptych.workers.models.weights.linear import Packings
 from triptych.workers.models.weights.plain_weights import drop_read_pages, read_plain
 
 SaveModel = Callable[[PreTrainedConfig], Path]
@@ -275,7 +276,8 @@ def resident_bytes(path: Path) -> int:
 def test_packed_weights_are_not_kept_in_memory_twice(tiny_model: Path) -> None:
     facts = describe(tiny_model)
     assert facts.plain is not None
-    network = FusedModel(facts, facts.plain, read_plain(tiny_model, facts.plain, "float32", "cpu"))
+    weights = read_plain(tiny_model, facts.plain, "float32", "cpu")
+    network = FusedModel(facts, facts.plain, weights, Packings("dense", "dense"))
     embedded = network.embed(torch.arange(20))
     assert resident_bytes(tiny_model) > 0
     assert drop_read_pages(tiny_model) > 0

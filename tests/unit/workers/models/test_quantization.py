@@ -27,12 +27,13 @@ from triptych.kernels import Int8Product
 from triptych.workers.models.facts import describe
 from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.hf_model import HFModel
-from triptych.workers.models.load import load
+from triptych.workers.models.load import load, packings_of
 from triptych.workers.models.weights.int4_grid import GROUP, GROUPS, find_grid, fit_grid
 from triptych.workers.models.weights.linear import (
     EXPANDED_ROWS,
     BlockedLinear,
     Int4Linear,
+    Packings,
     pack,
     packed_block,
 )
@@ -290,12 +291,64 @@ def test_weights_in_8_bits_take_half_of_the_memory(original: Path) -> None:
     assert networks[1].step_bytes < 0.6 * networks[0].step_bytes
 
 
+@needs_vnni
+def test_prompts_in_8_bits_leave_answers_as_they_are(original: Path) -> None:
+    networks = {
+        prompts: load(original, "bfloat16", quantization="none", prompts=prompts).network
+        for prompts in ("none", "int8")
+    }
+    plain, mixed = networks["none"], networks["int8"]
+    assert isinstance(plain, FusedModel)
+    assert isinstance(mixed, FusedModel)
+    hidden, positions = plain.embed(TOKENS), torch.arange(len(TOKENS))
+
+    def run(network: FusedModel) -> Tensor:
+        return network.through(range(2), hidden, positions, values_alone)
+
+    assert torch.equal(run(mixed.for_decode()), run(plain.for_decode()))
+    assert torch.equal(run(plain.for_prefill()), run(plain))
+    assert not torch.equal(run(mixed.for_prefill()), run(plain))
+    assert (run(mixed.for_prefill()) - run(plain)).norm() < 0.04 * run(plain).norm()
+
+
+def values_alone(layer: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    """Attention of tokens to themselves."""
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
+@needs_vnni
+def test_prompts_in_8_bits_are_the_default_of_bfloat16_alone(original: Path) -> None:
+    def is_mixed(dtype: DType, quantization: Quantization = "auto") -> bool:
+        network = load(original, dtype, quantization=quantization, prompts="auto").network
+        assert isinstance(network, FusedModel)
+        hidden, positions = network.embed(TOKENS), torch.arange(len(TOKENS))
+        runs = (network, network.for_prefill())
+        outputs = (run.through(range(2), hidden, positions, values_alone) for run in runs)
+        return not torch.equal(*outputs)
+
+    assert is_mixed("bfloat16")
+    assert not is_mixed("float32")
+    assert not is_mixed("float16")
+    assert not is_mixed("bfloat16", "none")
+    assert not is_mixed("bfloat16", "int8")
+
+
+def test_a_process_keeps_what_its_stages_read() -> None:
+    assert packings_of("dense", ["prefill"], in_int8=True) == Packings("int8", "dense")
+    assert packings_of("dense", ["decode"], in_int8=True) == Packings("dense", "dense")
+    both = packings_of("dense", ["prefill", "compress", "decode"], in_int8=True)
+    assert both == Packings("dense", "dense", "int8")
+    assert packings_of("int8", ["prefill", "decode"], in_int8=False) == Packings("int8", "int8")
+
+
 def test_8_bits_need_a_processor_that_adds_them_in_32(
     original: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Int8Product, "takes_here", lambda: False)
-    with pytest.raises(ModelError, match="int8 needs a processor with VNNI"):
-        load(original, "bfloat16", quantization="int8")
+    for setting in ({"quantization": "int8"}, {"prompts": "int8"}):
+        with pytest.raises(ModelError, match="quantization: int8 needs a processor with VNNI"):
+            load(original, "bfloat16", **setting)
+    load(original, "bfloat16", prompts="auto")
 
 
 def test_8_bits_need_plain_layers(original: Path) -> None:

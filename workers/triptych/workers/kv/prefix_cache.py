@@ -143,7 +143,7 @@ class PrefixStore:
     revision: str
     """Hash of all that decides what the model computes (``ModelFacts.revision``)."""
     arithmetic: str
-    """``ModelConfig.arithmetic``."""
+    """``AppConfig.arithmetic``."""
     """Data type of the model's computation."""
     device: Device = CPU
     skipped: Counter[str] = field(default_factory=Counter[str])

@@ -113,6 +113,9 @@ class HFModel:
             _attend.reset(token)
         return out.logits[0].float()
 
+    def for_prefill(self) -> "HFModel":
+        return self
+
     def for_decode(self) -> "HFModel":
         return self
 

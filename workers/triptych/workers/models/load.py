@@ -1,5 +1,6 @@
 """Loads a model directory: network, tokenizer and facts."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
@@ -7,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triptych.core.config import DType, Quantization
+from triptych.core.config import DType, PromptQuantization, Quantization
 from triptych.core.errors import ModelError
+from triptych.core.messages import Stage
 from triptych.kernels import Int8Product
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
@@ -17,7 +19,7 @@ from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.tokenizer import FastTokenizer, open_tokenizer
 from triptych.workers.models.traits import PlainTraits
 from triptych.workers.models.vision.feature_rows import FeatureRows
-from triptych.workers.models.weights.linear import Packing
+from triptych.workers.models.weights.linear import Packing, Packings
 from triptych.workers.models.weights.plain_weights import drop_read_pages, read_plain
 from triptych.workers.models.weights.scheme import scheme_of
 
@@ -49,6 +51,10 @@ class Network(Protocol):
         """Shapes:  tokens, positions (T,); logits_at (N,) -> (N, vocab) float32"""
         ...
 
+    def for_prefill(self) -> "Network":
+        """The same network as prefill runs it."""
+        ...
+
     def for_decode(self) -> "Network":
         """The same network, with the same weights, as decode steps run it."""
         ...
@@ -69,18 +75,23 @@ def load(
     *,
     fused: bool = True,
     quantization: Quantization = "auto",
+    prompts: PromptQuantization = "none",
+    stages: Collection[Stage] = ("prefill", "decode"),
 ) -> LoadedModel:
     """Load a directory in Hugging Face's form; only safetensors, never code from the directory.
 
     Plain layers run fused unless ``fused`` is false; all others run through transformers.
+    ``prompts``: ``prefill.quantization``. ``stages``: those that this process runs.
 
     Raises: ModelError for what cannot be served, saying why
     """
     facts = describe(path)
     plain = facts.plain if fused else None
-    packing = packing_of(path, quantization, device, is_plain=plain is not None)
+    layers = packing_of(path, quantization, device, is_plain=plain is not None)
+    in_int8 = prompts_in_int8(path, prompts, quantization, layers, dtype, device, plain)
+    packings = packings_of(layers, stages, in_int8=in_int8)
     with torch.inference_mode():
-        network = _network(path, facts, dtype, device, plain, packing)
+        network = _network(path, facts, dtype, device, plain, packings)
     tokenizer = open_tokenizer(path)
     if weights_of(path) != facts.weights:
         raise ModelError(f"{path}: its weights changed while they were loaded: start again")
@@ -95,20 +106,54 @@ def packing_of(path: Path, quantization: Quantization, device: str, *, is_plain:
     """
     is_possible = is_plain and device == "cpu"
     if quantization in ("int8", "int4"):
-        if not is_possible:
-            raise ModelError(
-                f"{path}: model.quantization: {quantization} needs a CPU and plain layers "
-                "(docs/models.md): set it to auto"
-            )
-        if quantization == "int8" and not Int8Product.takes_here():
-            raise ModelError(
-                f"{path}: model.quantization: int8 needs a processor with VNNI: set it to auto"
-            )
+        _check_possible(path, f"model.quantization: {quantization}", is_possible=is_possible)
         return quantization
     if quantization == "none" or not is_possible:
         return "dense"
     scheme = scheme_of(path)
     return "int4_if_exact" if scheme is not None and scheme.bits == INT4_BITS else "dense"
+
+
+def prompts_in_int8(
+    path: Path,
+    prompts: PromptQuantization,
+    quantization: Quantization,
+    layers: Packing,
+    dtype: DType,
+    device: str,
+    plain: PlainTraits | None,
+) -> bool:
+    """Whether prefill multiplies in 8 bits, and decode does not.
+
+    Raises: ModelError if that was asked for and is not possible
+    """
+    is_possible = plain is not None and device == "cpu"
+    if prompts == "int8":
+        _check_possible(path, "prefill.quantization: int8", is_possible=is_possible)
+        return layers != "int8"
+    fits = is_possible and Int8Product.takes_here() and layers == "dense"
+    return fits and prompts == quantization == "auto" and dtype == "bfloat16"
+
+
+def packings_of(layers: Packing, stages: Collection[Stage], *, in_int8: bool) -> Packings:
+    """What the stages of a process need of the weights.
+
+    >>> packings_of("dense", ["prefill"], in_int8=True)
+    Packings(layers='int8', head='dense', prompts=None)
+    """
+    head: Packing = "int8" if layers == "int8" else "dense"
+    if not in_int8 or "prefill" not in stages:
+        return Packings(layers, head)
+    return Packings(layers, head, "int8") if "decode" in stages else Packings("int8", head)
+
+
+def _check_possible(path: Path, setting: str, *, is_possible: bool) -> None:
+    if not is_possible:
+        raise ModelError(
+            f"{path}: {setting} needs a CPU and plain layers (docs/models.md): set it to auto"
+        )
+    if setting.endswith("int8") and not Int8Product.takes_here():
+        raise ModelError(f"{path}: {setting} needs a processor with VNNI: set it to auto")
 
 
 def _network(
@@ -117,10 +162,10 @@ def _network(
     dtype: DType,
     device: str,
     plain: PlainTraits | None,
-    packing: Packing,
+    packings: Packings,
 ) -> Network:
     if plain is not None:
-        network = FusedModel(facts, plain, read_plain(path, plain, dtype, device), packing)
+        network = FusedModel(facts, plain, read_plain(path, plain, dtype, device), packings)
         drop_read_pages(path)
         return network
     from triptych.workers.models.hf_model import (  # noqa: PLC0415 - plain layers do not need it

@@ -11,7 +11,7 @@ from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.kv_rotation import Coordinates
-from triptych.workers.models.load import LoadedModel
+from triptych.workers.models.load import LoadedModel, Network
 from triptych.workers.models.vision.feature_rows import FeatureRows
 
 
@@ -72,9 +72,15 @@ class ModelRunner:
         self.num_heads = loaded.num_heads
         """Query heads of each layer."""
 
+    def for_prefill(self) -> "ModelRunner":
+        """A runner of the same model, for prompts."""
+        return self._of(self._loaded.network.for_prefill())
+
     def for_decode(self) -> "ModelRunner":
-        """A runner of the same weights, for decode steps."""
-        network = self._loaded.network.for_decode()
+        """A runner of the same model, for decode steps."""
+        return self._of(self._loaded.network.for_decode())
+
+    def _of(self, network: Network) -> "ModelRunner":
         return ModelRunner(replace(self._loaded, network=network), self._coordinates)
 
     @property

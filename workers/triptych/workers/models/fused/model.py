@@ -21,7 +21,7 @@ from triptych.workers.models.fused.head import Head
 from triptych.workers.models.fused.int8_block import Int8Block
 from triptych.workers.models.traits import HEAD, PlainTraits
 from triptych.workers.models.vision.feature_rows import FeatureRows
-from triptych.workers.models.weights.linear import Packing, pack
+from triptych.workers.models.weights.linear import Packing, Packings, pack
 from triptych.workers.models.weights.plain_weights import EMBEDDING, Weights
 
 
@@ -41,10 +41,9 @@ class FusedModel:
         facts: ModelFacts,
         plain: PlainTraits,
         weights: Weights,
-        packing: Packing = "dense",
+        packings: Packings,
     ) -> None:
-        """``packing``: of the linear layers. The embedding is kept as it is, and so is the head
-        where others have 4 bits."""
+        """The embedding is kept as it is."""
         self._embedding = weights[EMBEDDING]
         frequencies = torch.tensor(plain.frequencies, dtype=torch.float32)
         self._frequencies = frequencies.to(self._embedding.device)
@@ -56,14 +55,21 @@ class FusedModel:
         epsilon = plain.norm_epsilon
         self._norm = Norm.of(weights["model.norm.weight"], epsilon, torch.float32)
         head = self._embedding if plain.is_tied else weights[HEAD]
-        self._head = Head(pack([head], packing="int8" if packing == "int8" else "dense"), head)
-        self._blocks: list[Block[Any]] = [
-            _block(weights, layer, facts, epsilon, packing) for layer in range(len(facts.layers))
-        ]
+        self._head = Head(pack([head], packing=packings.head), head)
+        self._blocks = _blocks(weights, facts, epsilon, packings.layers)
+        self._prompt_blocks = self._blocks
+        if packings.prompts is not None:
+            self._prompt_blocks = _blocks(weights, facts, epsilon, packings.prompts)
         # A pass reads single rows of the embedding; where it is tied, the head counts.
         layers = sum(block.size_bytes for block in self._blocks)
         self.step_bytes = layers + self._norm.size_bytes + self._head.size_bytes
         """Bytes of weights that a pass reads."""
+
+    def for_prefill(self) -> "FusedModel":
+        """The same model as prefill runs it, which may multiply in another precision."""
+        model = copy(self)
+        model._blocks = self._prompt_blocks
+        return model
 
     def for_decode(self) -> "FusedModel":
         """The same model, with the same weights, as decode steps run it.
@@ -167,6 +173,13 @@ def _mixed(layer: int, block: Block[Any], heads: Heads, attend: Attend) -> Tenso
     """Output of attention, (T, H d)."""
     mixed = attend(layer, *heads, block.traits)
     return mixed.reshape(len(mixed), -1)
+
+
+def _blocks(
+    weights: Weights, facts: ModelFacts, epsilon: float, packing: Packing
+) -> list[Block[Any]]:
+    every = range(len(facts.layers))
+    return [_block(weights, layer, facts, epsilon, packing) for layer in every]
 
 
 def _block(

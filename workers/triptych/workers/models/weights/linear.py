@@ -27,6 +27,18 @@ Packing = Literal["dense", "int8", "int4", "int4_if_exact"]
 output; in 4 bits with a step and a middle for 32 of them; in 4 bits if they had been quantized to 4
 bits, so that nothing is lost."""
 
+
+@dataclass(frozen=True, slots=True)
+class Packings:
+    """How one process keeps the weights of a fused model."""
+
+    layers: Packing
+    """Linear layers."""
+    head: Packing
+    prompts: Packing | None = None
+    """A second copy of the linear layers, for prefill; None: there is one copy."""
+
+
 INT8_BYTES = 1.0
 """Of a weight in 8 bits."""
 

@@ -152,7 +152,7 @@ def row_of(streams: int, found: Window, clients: Sequence[Client]) -> Row:
         "streams": streams,
         "seconds": round(found.seconds, 3),
         "tokens": found.tokens,
-        "cores": {kind: round(value / found.seconds, 4) for kind, value in cpu_s.items()},
+        "cores": {kind: round(cpu / found.seconds, 4) for kind, cpu in found.cpu_s.items()},
     }
     if not found.tokens:
         return row
@@ -202,13 +202,14 @@ def serve_and_measure(asked: argparse.Namespace) -> list[Row]:
 def shown(row: Row) -> list[object]:
     costs = row.get("cpu_ms_per_token") or row["cores"]
     assert isinstance(costs, dict)
+    costs = {kind: costs.get(kind, 0.0) for kind in KINDS}
     rest = [row.get(key) for key in ("together_ms_per_token", "median_ttft_ms", "largest_gap_ms")]
     return [row["streams"], *costs.values(), *rest]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--streams", type=int, nargs="*", default=[64, 512])
     parser.add_argument("--tokens-per-s", type=float, default=1024, help="of all streams together")
     parser.add_argument("--window-s", type=float, default=15.0)
     parser.add_argument("--settle-s", type=float, default=3.0)

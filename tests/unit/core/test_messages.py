@@ -145,6 +145,17 @@ def test_messages_come_back_equal_and_in_order() -> None:
     assert unpack(pack(MESSAGES)) == MESSAGES
 
 
+def test_defaults_are_left_out_and_come_back() -> None:
+    token = Tokens(request="r", index=3, tokens=(5,), text=" a")
+    [(_, sent)] = msgpack.unpackb(pack([token]))[1:]
+    assert set(sent) == {"request", "index", "tokens", "text"}
+    assert unpack(pack([token])) == [token]
+    last = replace(token, finish="stop", stop=0, cached_tokens=1)
+    [received] = unpack(pack([last]))
+    assert received == last
+    assert type(received.stop) is int
+
+
 @pytest.mark.parametrize(
     "frame",
     [

@@ -101,10 +101,15 @@ class RequestAttempts:
                 self.is_at_window_end = True
                 self.tell(replace(item, request=self.request.id, finish=None))
                 return False
-            self.tell(replace(item, request=self.request.id))
+            self.tell(self._for_client(item))
             if item.finish is not None:
                 return True
         return False
+
+    def _for_client(self, item: Tokens) -> Tokens:
+        """The item under the client's name of the request, which the first attempt has, too."""
+        name = self.request.id
+        return item if item.request == name else replace(item, request=name)
 
     @property
     def is_torn(self) -> bool:

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import yaml
 
+from triptych.cli.serving.serve import RAY_ENVIRONMENT
 from triptych.cli.serving.serve_file import DEFAULT, IMPORT_PATH
 
 START_TIMEOUT_S = 180.0
@@ -45,8 +46,7 @@ def serving(
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
-            # As `triptych serve` sets it: by default Ray's workers yield to everything else.
-            env={"RAY_worker_niceness": "0"} | os.environ,
+            env=RAY_ENVIRONMENT | os.environ,
         )
         try:
             url = f"http://127.0.0.1:{port}"

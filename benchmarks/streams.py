@@ -24,8 +24,6 @@ from urllib.parse import urlsplit
 from server import Server, serving  # beside this file
 
 from triptych.cli.output import console, make_table, write_json
-from triptych.cli.serving.serve import RAY_ENVIRONMENT
-from triptych.core.config.cache_dirs import set_environment_defaults
 from triptych.loadgen.report.host import host_info
 from triptych.loadgen.report.processes import Usage, tree_of
 
@@ -190,8 +188,8 @@ def serve_and_measure(asked: argparse.Namespace) -> list[Row]:
         "pool": {"kv_cache_memory_bytes": 2 << 30},
         "ingress": {"num_replicas": asked.ingresses},
     }
-    set_environment_defaults(RAY_ENVIRONMENT)
-    os.environ["PYTHONPATH"] = str(HERE)  # Ray's workers import stream_worker.py
+    # Ray's workers import stream_worker.py.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(args, asked.port, Path(folder), "stream_worker:build_app") as server,

@@ -285,6 +285,20 @@ async def test_what_was_sent_before_the_socket_closed_arrives(tmp_path: Path) ->
     assert client.is_complete
 
 
+@pytest.mark.parametrize("data", [b"\xc1", b"\x05", bytes([0xC6]) + bytes(4) + b"\xdd\xff"])
+async def test_a_proxy_that_sends_what_is_no_message_is_closed(
+    relay: EventRelay, tmp_path: Path, data: bytes
+) -> None:
+    reader, writer = await asyncio.open_unix_connection(tmp_path / "events.sock")
+    writer.write(data + bytes(1 << 17))
+    async with asyncio.timeout(5):
+        assert await reader.read() == b""
+    writer.close()
+    assert numbers((await get(proxy_of(Serve(relay, letters(9))), HttpClient())).body) == [
+        *range(9)
+    ]
+
+
 async def test_a_silent_stream_gets_comments_through_the_socket(relay: EventRelay) -> None:
     async def events() -> AsyncGenerator[bytes, None]:
         for pause_s in (0.1, 0.1, 0.5):

@@ -178,11 +178,14 @@ class Messages:
 
         Raises: ValueError if it is not msgpack, or a message is too long
         """
-        self._unpacker.feed(data)
-        for message in cast("Iterator[object]", self._unpacker):
-            if not isinstance(message, tuple):
-                raise ValueError(f"expected an array, not {type(message).__name__}")
-            yield cast("tuple[object, ...]", message)
+        try:
+            self._unpacker.feed(data)
+            for message in cast("Iterator[object]", self._unpacker):
+                if not isinstance(message, tuple):
+                    raise ValueError(f"expected an array, not {type(message).__name__}")
+                yield cast("tuple[object, ...]", message)
+        except msgpack.UnpackException as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def pack_part(stream: int, position: int, data: bytes) -> bytes:

@@ -118,6 +118,8 @@ class RequestAttempts:
         A takeover worker sends all tokens again, but only the newest log probabilities. So a gap in
         an answer without them may close for ``GAP_S`` (see ``progress``).
         """
+        if not self._early:
+            return False
         early = self._early.values()
         if not self.request.sampling.reports_logprobs:
             return len(early) > MAX_EARLY

@@ -14,7 +14,8 @@ import httpx
 import psutil
 import yaml
 
-from triptych.cli.serving.serve_file import DEFAULT
+from triptych.cli.serving.serve import RAY_ENVIRONMENT
+from triptych.cli.serving.serve_file import DEFAULT, IMPORT_PATH
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
@@ -30,10 +31,13 @@ class Server:
 
 
 @contextmanager
-def serving(args: dict[str, object], port: int, folder: Path) -> Iterator[Server]:
+def serving(
+    args: dict[str, object], port: int, folder: Path, import_path: str = IMPORT_PATH
+) -> Iterator[Server]:
     """``serve run`` on a Ray cluster of its own; nothing is left when the block ends."""
     config, log = folder / "config.yaml", folder / "server.log"
-    config.write_text(yaml.safe_dump(_serve_file(args, port)), encoding="utf-8")
+    text = yaml.safe_dump(_serve_file(args, port, import_path))
+    config.write_text(text, encoding="utf-8")
     command = [str(Path(sys.executable).with_name("serve")), "run", "--address", "local"]
     start = time.perf_counter()
     with log.open("wb") as output:
@@ -42,8 +46,7 @@ def serving(args: dict[str, object], port: int, folder: Path) -> Iterator[Server
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
-            # As `triptych serve` sets it: by default Ray's workers yield to everything else.
-            env={"RAY_worker_niceness": "0"} | os.environ,
+            env=RAY_ENVIRONMENT | os.environ,
         )
         try:
             url = f"http://127.0.0.1:{port}"
@@ -53,8 +56,9 @@ def serving(args: dict[str, object], port: int, folder: Path) -> Iterator[Server
             _stop(process)
 
 
-def _serve_file(args: dict[str, object], port: int) -> dict[str, object]:
-    apps = [{**app, "args": args} for app in DEFAULT["applications"]]
+def _serve_file(args: dict[str, object], port: int, import_path: str) -> dict[str, object]:
+    own = {"args": args, "import_path": import_path}
+    apps = [{**app, **own} for app in DEFAULT["applications"]]
     return {**DEFAULT, "http_options": {"host": "127.0.0.1", "port": port}, "applications": apps}
 
 

@@ -22,6 +22,8 @@ import psutil
 import pytest
 import yaml
 
+from triptych.cli.serving.serve import RAY_ENVIRONMENT
+
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
 START_TIMEOUT_S = 420
@@ -214,7 +216,7 @@ def serve_run(directory: Path, args: dict[str, Any]) -> Iterator[Server]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             # As `triptych serve` sets it: by default Ray's workers yield to everything else.
-            env={"RAY_worker_niceness": "0"} | os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+            env=RAY_ENVIRONMENT | os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
             preexec_fn=heed_interrupts,
         )
     server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), log)

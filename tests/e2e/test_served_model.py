@@ -293,6 +293,15 @@ def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None
     assert chunks[-1].usage == whole.usage
 
 
+def test_events_reach_the_proxy_over_a_socket(server: Any, client: openai.OpenAI) -> None:
+    stream = client.completions.create(model=MODEL, prompt="One", max_tokens=4, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream)
+    (ingress,) = server.replicas("Ingress")
+    names = [Path(str(one.laddr)).name for one in ingress.net_connections("unix")]
+    used = [name for name in names if name.startswith("events-")]
+    assert len(used) >= 2, "one listens, and one is the proxy's"
+
+
 def test_completions_take_text_and_token_ids(client: openai.OpenAI) -> None:
     text = client.completions.create(
         model=MODEL, prompt="The capital of France is", max_tokens=5, temperature=0

@@ -6,7 +6,7 @@ neither an unknown key nor a wrong type passes silently anywhere.
 
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -37,8 +37,15 @@ class PackedField:
 
 
 @lru_cache(maxsize=256)
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+def _shape(cls: type) -> dict[str, tuple[Any, bool]]:
+    """The type hint of each field of a dataclass, and whether the field has a default."""
+    hints = get_type_hints(cls)
+    known = [field for field in fields(cast("Any", cls)) if field.init]
+    return {field.name: (hints[field.name], _has_default(field)) for field in known}
+
+
+def _has_default(field: Field[Any]) -> bool:
+    return field.default is not MISSING or field.default_factory is not MISSING
 
 
 def build(cls: type[T], data: object, path: str = "") -> T:
@@ -48,22 +55,27 @@ def build(cls: type[T], data: object, path: str = "") -> T:
     """
     if not isinstance(data, Mapping):
         raise SchemaError(f"{path or cls.__name__}={data!r}: expected a mapping")
-    given = cast("Mapping[object, object]", data)
-    known = {field.name: field for field in fields(cast("Any", cls)) if field.init}
+    given, shape = cast("Mapping[object, object]", data), _shape(cls)
     for key in given:
-        if key not in known:
-            raise SchemaError(_unknown_key(str(key), list(known), path))
-    hints = _hints(cls)
-    values = {
-        name: convert(hints[name], given[name], _join(path, name))
-        for name in known
-        if name in given
-    }
-    for name, field in known.items():
-        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if key not in shape:
+            raise SchemaError(_unknown_key(str(key), list(shape), path))
+    values = dict[str, Any]()
+    for name, (hint, _) in shape.items():
+        if name in given:
+            value = given[name]
+            fits = type(value) is hint and hint in _PLAIN  # most values of messages
+            values[name] = value if fits else convert(hint, value, _join(path, name))
+    if len(values) < len(shape):
+        _check_missing(shape, values, path)
+    return cls(**values)
+
+
+def _check_missing(
+    shape: Mapping[str, tuple[Any, bool]], values: Mapping[str, Any], path: str
+) -> None:
+    for name, (_, has_default) in shape.items():
         if name not in values and not has_default:
             raise SchemaError(f"{_join(path, name)}: missing")
-    return cls(**values)
 
 
 def convert(hint: Any, value: object, path: str) -> Any:
@@ -101,19 +113,22 @@ def _convert_scalar(hint: Any, value: object, path: str) -> Any:
 
 
 def _convert_union(hint: Any, value: object, path: str) -> Any:
-    reasons = list[str]()
-    for option in get_args(hint):
+    options, reasons = get_args(hint), list[str]()
+    if type(value) in _PLAIN_OR_NONE and type(value) in options:
+        return value
+    for option in options:
         try:
             return convert(option, value, path)
         except SchemaError as error:
             reasons.append(str(error))
     if isinstance(value, Mapping):
         raise SchemaError(reasons[0])
-    names = " or ".join(_name(option) for option in get_args(hint))
+    names = " or ".join(_name(option) for option in options)
     raise SchemaError(f"{path}={_show(value)}: expected {names}")
 
 
 _PLAIN = {int, float, str, bool, bytes}
+_PLAIN_OR_NONE = _PLAIN | {type(None)}
 
 
 def _convert_sequence(hint: Any, value: object, path: str) -> Any:

@@ -1,7 +1,8 @@
-"""Middleware for Ray Serve's HTTP proxy: its own errors have OpenAI's shape, and it frees bodies.
+"""Middleware for Ray Serve's HTTP proxy: errors of OpenAI's shape, freed bodies, relayed events.
 
 A proxy answers with plain text when it has no replica or loses one, and cuts the stream of a
-replica that ends. While a request runs, it keeps the last message of its body. Ray Serve adds the
+replica that ends. While a request runs, it keeps the last message of its body. Each event of a
+stream costs it a Ray object, unless ``proxy_relay`` gets it from the ingress. Ray Serve adds the
 middleware where ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` names ``middlewares``; ``triptych
 serve`` and the container image set that.
 """
@@ -12,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triptych.deployments.http.errors import RETRY_AFTER_S, ApiError
 from triptych.deployments.http.json_frames import DONE, event
+from triptych.deployments.proxy_relay import EventRelayMiddleware
 
 LOST = ApiError(
     status=503,
@@ -25,8 +27,12 @@ REPLACED = (408, 429, 500, 503)
 
 
 def middlewares() -> list[Middleware]:
-    """The middleware of Ray Serve's HTTP proxies; Ray Serve calls this when a proxy starts."""
-    return [Middleware(ProxyErrorMiddleware), Middleware(EmptyEndMiddleware)]
+    """The middleware of Ray Serve's HTTP proxies, the innermost first.
+
+    Ray Serve calls this when a proxy starts.
+    """
+    kinds = EventRelayMiddleware, ProxyErrorMiddleware, EmptyEndMiddleware
+    return [Middleware(kind) for kind in kinds]
 
 
 class ProxyErrorMiddleware:

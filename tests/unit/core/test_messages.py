@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triptych.core import schema
 from triptych.core.errors import MessageError
 from triptych.core.handles import KVHandle, LeaseId, LeaseRef, PageRun
 from triptych.core.messages import (
@@ -143,6 +144,27 @@ def test_a_list_of_plain_values_is_checked_like_any_other() -> None:
 
 def test_messages_come_back_equal_and_in_order() -> None:
     assert unpack(pack(MESSAGES)) == MESSAGES
+
+
+def test_defaults_are_left_out_and_come_back() -> None:
+    token = Tokens(request="r", index=3, tokens=(5,), text=" a")
+    [(_, sent)] = msgpack.unpackb(pack([token]))[1:]
+    assert set(sent) == {"request", "index", "tokens", "text"}
+    assert unpack(pack([token])) == [token]
+    last = replace(token, finish="stop", stop=0, cached_tokens=1)
+    [received] = unpack(pack([last]))
+    assert received == last
+    assert type(received.stop) is int
+
+
+def test_values_that_fit_are_not_compared_with_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> list[str]:
+        raise AssertionError("a similar name is looked for, and nothing is wrong")
+
+    monkeypatch.setattr(schema, "get_close_matches", fail)
+    token = {"request": "r", "index": 3, "tokens": [5], "text": " a", "finish": None, "stop": None}
+    frame = cast("bytes", msgpack.packb([WIRE_VERSION, ["Tokens", token]]))
+    assert unpack(frame) == [Tokens(request="r", index=3, tokens=(5,), text=" a")]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from triptych.cli.serving.serve import RAY_ENVIRONMENT
 from triptych.deployments.proxy_errors import EmptyEndMiddleware, ProxyErrorMiddleware
+from triptych.deployments.proxy_relay import EventRelayMiddleware
 
 DONE = b"data: [DONE]\n\n"
 
@@ -90,7 +91,7 @@ def test_the_name_that_serve_gives_to_ray_is_right() -> None:
     variable = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
     module, _, name = RAY_ENVIRONMENT[variable].partition(":")
     found = [middleware.cls for middleware in getattr(import_module(module), name)()]
-    assert found == [ProxyErrorMiddleware, EmptyEndMiddleware]
+    assert found == [EventRelayMiddleware, ProxyErrorMiddleware, EmptyEndMiddleware]
 
 
 def bodies(messages: Sequence[dict[str, Any]]) -> list[tuple[bytes, bool]]:

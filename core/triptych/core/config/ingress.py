@@ -39,7 +39,7 @@ class IngressConfig:
     write_timeout_s: float = 60.0
     """Maximum time for a client to take one part of a stream; after it, the stream is closed and
     its request is cancelled. It needs a server that reports when the client reads: gRPC, and HTTP
-    without Ray Serve's proxy in front."""
+    of the proxy of ``triptych serve`` or the image, on the node of the ingress."""
 
     max_open_requests: int = 2048
     """Completions in progress at one ingress replica over HTTP; further ones get 503."""

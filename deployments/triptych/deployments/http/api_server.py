@@ -50,6 +50,7 @@ from triptych.deployments.http.stream import (
     unless_disconnected,
 )
 from triptych.deployments.http.vllm_metrics import aliases
+from triptych.deployments.transport.event_relay import OFFER, EventRelay
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +72,14 @@ def create_app(
     profile: ProfileSource = no_profile,
     keep_alive_s: float = KEEP_ALIVE_S,
     send_request_id: bool = True,
+    relay: EventRelay | None = None,
 ) -> FastAPI:
     """Build the app in front of ``serving``.
 
     ``gauges`` adds metrics of other processes to ``/metrics``, ``dashboard`` their state to the
     dashboard. ``decisions`` is behind ``/router/explain``, ``profile`` behind ``/profile``. Turn
     ``send_request_id`` off where a proxy in front sends ``X-Request-Id`` itself, as Ray Serve's
-    does.
+    does. With a ``relay`` that proxy may read the events of streams there.
     """
     routes = RouteHandlers(
         serving,
@@ -86,6 +88,7 @@ def create_app(
         decisions=decisions or NoDecisions(),
         profile=profile,
         keep_alive_s=keep_alive_s,
+        relay=relay,
     )
     app = FastAPI(title="Triptych", openapi_url=None, redirect_slashes=False)
     routes.mount(app)
@@ -125,6 +128,7 @@ class RouteHandlers:
         decisions: DecisionSource,
         profile: ProfileSource,
         keep_alive_s: float,
+        relay: EventRelay | None,
     ) -> None:
         self._serving = serving
         self._codec = serving.codec
@@ -135,6 +139,7 @@ class RouteHandlers:
         self._decisions = decisions
         self._profile = profile
         self._keep_alive_s = keep_alive_s
+        self._relay = relay
 
     def mount(self, app: FastAPI) -> None:
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
@@ -188,6 +193,7 @@ class RouteHandlers:
                 write_timeout_s=self._config.write_timeout_s,
                 keep_alive_s=self._keep_alive_s,
                 headers=answer.first_headers(),
+                relay=self._relay if OFFER in request.headers else None,
             )
         await unless_disconnected(request.receive, collect(items, timeout_s))
         decision = await self._decision(job.id) if self._config.decision_header else None

@@ -19,9 +19,12 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
 def dump_json(value: object) -> bytes:
     """Encode as ASCII, also U+2028, which some clients take for the end of a line."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")
 
 
 def event(value: object) -> bytes:

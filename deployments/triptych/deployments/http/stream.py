@@ -3,13 +3,13 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from triptych.core.errors import Cancelled, DeadlineExceeded, StageLost
 from triptych.core.messages import Failed, Tokens
@@ -20,6 +20,7 @@ from triptych.deployments.http.limits import request_id
 from triptych.deployments.http.metrics import IngressMetrics
 from triptych.deployments.http.openai.request_builder import Job
 from triptych.deployments.http.openai.responses import Choice, ResponseBuilder
+from triptych.deployments.transport.event_relay import OFFER, RELAYED, EventRelay, Outlet
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,9 @@ class EventStream(Response):
     that queue up for a slow client are sent in one write. If there is no event for a while, the
     response starts with a comment, and later errors are events. A client that does not take a
     write within ``write_timeout_s`` counts as gone.
+
+    With a ``relay`` Ray Serve's proxy is offered to read the events there; once it does, the
+    response's own path has only the end.
     """
 
     media_type = "text/event-stream"
@@ -145,6 +149,7 @@ class EventStream(Response):
         write_timeout_s: float,
         keep_alive_s: float = KEEP_ALIVE_S,
         headers: Mapping[str, str] = MappingProxyType({}),
+        relay: EventRelay | None = None,
     ) -> None:
         # Not Response.__init__, which would declare a length of zero.
         self.status_code = 200
@@ -154,11 +159,17 @@ class EventStream(Response):
         self._timeout_s = timeout_s
         self._write_timeout_s = write_timeout_s
         self._keep_alive_s = keep_alive_s
-        self._started = False
+        self._relay = relay
+        self._outlet: Outlet | None = None
+        self._started = self._is_writing = False
+        self._position = 0
+        """Bytes of the body that were written."""
+        self._written_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._run(request_id(scope), send))
+            with self._relay.outlet() if self._relay else nullcontext() as self._outlet:
+                await unless_disconnected(receive, self._run(request_id(scope), send))
         except Cancelled as gone:
             if not self._started:
                 raise
@@ -166,7 +177,7 @@ class EventStream(Response):
 
     async def _run(self, name: str, send: Send) -> None:
         try:
-            await self._relay(send)
+            await self._forward(send)
         except ClientStalled:  # nothing can be written any more
             raise
         except Exception as error:
@@ -174,18 +185,20 @@ class EventStream(Response):
                 raise
             await self._write(send, event(report(error, name).body) + DONE, last=True)
 
-    async def _relay(self, send: Send) -> None:
+    async def _forward(self, send: Send) -> None:
         ready = Unsent()
         wake = ready.filled
+        now = asyncio.get_running_loop().time
+        self._written_at = now()
         producer = asyncio.ensure_future(self._produce(ready))
         producer.add_done_callback(lambda _: wake.set())
         try:
             while not producer.done():
-                woken = await _wait(wake, self._keep_alive_s)
+                await _wait(wake, self._written_at + self._keep_alive_s - now())
                 wake.clear()
                 if ready and not producer.done():
                     await self._write(send, ready.take())
-                elif not woken:
+                elif now() >= self._written_at + self._keep_alive_s and not producer.done():
                     await self._write(send, KEEP_ALIVE)
             if ready and producer.exception():
                 await self._write(send, ready.take())
@@ -198,22 +211,56 @@ class EventStream(Response):
     async def _produce(self, ready: "Unsent") -> None:
         async with deadline(self._timeout_s), aclosing(self._events) as events:
             async for frame in events:
-                await ready.put(frame)
+                outlet = self._outlet
+                if outlet and outlet.has_room and not ready and not self._is_writing:
+                    self._put(outlet, frame)  # no other task has to wake up
+                else:
+                    await ready.put(frame)
 
     async def _write(self, send: Send, data: bytes, *, last: bool = False) -> None:
         scope = asyncio.timeout(self._write_timeout_s)
+        self._is_writing = True
         try:
             async with scope:
-                if not self._started:
-                    self._started = True
-                    start = {"type": "http.response.start", "status": 200}
-                    await send({**start, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": data, "more_body": not last})
+                await self._write_part(send, data, last=last)
         except TimeoutError as error:
             if not scope.expired():
                 raise
             text = f"the client took nothing for {self._write_timeout_s:.0f} s"
             raise ClientStalled(text) from error
+        finally:
+            self._is_writing = False
+
+    async def _write_part(self, send: Send, data: bytes, *, last: bool) -> None:
+        if self._outlet and self._outlet.is_open:
+            await self._outlet.wait_for_room()
+            self._put(self._outlet, data)
+            if last:
+                body: Message = {"type": "http.response.body", "body": b"", "more_body": False}
+                await send({**body, RELAYED: self._position})
+            return
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers()})
+        self._wrote(data)
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        if self._outlet is None:
+            return self.raw_headers
+        return [*self.raw_headers, (OFFER.encode(), self._outlet.name.encode())]
+
+    def _put(self, outlet: Outlet, data: bytes) -> None:
+        """Raises: ClientStalled if the proxy is gone"""
+        try:
+            outlet.put(self._position, data)
+        except ConnectionResetError as error:
+            raise ClientStalled(str(error)) from error
+        self._wrote(data)
+
+    def _wrote(self, data: bytes) -> None:
+        self._position += len(data)
+        self._written_at = asyncio.get_running_loop().time()
 
 
 class Unsent:
@@ -247,9 +294,7 @@ class Unsent:
         return data
 
 
-async def _wait(wake: asyncio.Event, seconds: float) -> bool:
-    try:
+async def _wait(wake: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            return await wake.wait()
-    except TimeoutError:
-        return False
+            await wake.wait()

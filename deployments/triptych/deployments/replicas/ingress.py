@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from fastapi import FastAPI
 from ray import serve
 
-from triptych.deployments.app_plan import AppPlan
+from triptych.deployments.app_plan import AppPlan, new_name
 from triptych.deployments.grpc import GrpcServer
 from triptych.deployments.http import ModelCard, OpenAIServing, create_app
 from triptych.deployments.http.metrics import CacheBlocks, IngressMetrics
@@ -19,6 +19,7 @@ from triptych.deployments.replicas.memory_tuning import tune_memory
 from triptych.deployments.replicas.received_bodies import free_received_bodies
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
+from triptych.deployments.transport.event_relay import EventRelay
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.workers.models.store.generation_config import read_sampling_defaults
 from triptych.workers.models.tokenizer import open_tokenizer, with_chat_template, with_images
@@ -77,6 +78,8 @@ class IngressReplica:
             metrics=IngressMetrics(tuple(self._plan.pages.by_method), _cache_blocks(self._plan)),
         )
         self._rpc = GrpcServer(self._serving)
+        self._relay = EventRelay(self._node.run_dir.path / f"{new_name('events')}.sock")
+        await self._relay.start()
         await self._engine.start()
         await self._rpc.start()
         tune_memory()
@@ -89,6 +92,7 @@ class IngressReplica:
         await self._finish_requests()
         await self._rpc.stop()
         await self._engine.stop()
+        await self._relay.stop()
         self._node.run_dir.leave()
 
     async def _finish_requests(self) -> None:
@@ -106,6 +110,7 @@ class IngressReplica:
             decisions=self._engine.stats,
             profile=self._engine.stats.profile,
             send_request_id=False,
+            relay=self._relay,
         )
 
 

@@ -101,10 +101,15 @@ class RequestAttempts:
                 self.is_at_window_end = True
                 self.tell(replace(item, request=self.request.id, finish=None))
                 return False
-            self.tell(replace(item, request=self.request.id))
+            self.tell(self._for_client(item))
             if item.finish is not None:
                 return True
         return False
+
+    def _for_client(self, item: Tokens) -> Tokens:
+        """The item under the client's name of the request, which the first attempt has, too."""
+        name = self.request.id
+        return item if item.request == name else replace(item, request=name)
 
     @property
     def is_torn(self) -> bool:
@@ -113,6 +118,8 @@ class RequestAttempts:
         A takeover worker sends all tokens again, but only the newest log probabilities. So a gap in
         an answer without them may close for ``GAP_S`` (see ``progress``).
         """
+        if not self._early:
+            return False
         early = self._early.values()
         if not self.request.sampling.reports_logprobs:
             return len(early) > MAX_EARLY

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tests.interpreter import round_to_nearest
-from triptych.kernels import OPS
+from triptych.kernels import OPS, Op
 from triptych.kernels.triton import launch
 from triptych.kernels.triton.launch import Launch
 from triptych.workers.device import Bytes, Captured, Device, Numbers
@@ -231,7 +231,7 @@ class FarDevice(Device):
 def far(monkeypatch: pytest.MonkeyPatch) -> Device:
     """The device, with the kernels of a GPU in Triton's interpreter."""
     round_to_nearest()
-    for op in OPS.values():
+    for op in _ops_of_gpus():
         monkeypatch.setitem(op.loaded, "far", op.on("cuda"))
     monkeypatch.setattr(launch, "DEFAULT_PROCESSORS", 1)  # each program takes milliseconds here
     run = Launch.run
@@ -252,10 +252,14 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Device:
 def quick_far() -> Iterator[Device]:
     """The device, with the kernels of the CPU: a hundred times as fast."""
     with pytest.MonkeyPatch.context() as patch:
-        for op in OPS.values():
+        for op in _ops_of_gpus():
             patch.setitem(op.loaded, "far", partial(_run_near, op.name, op.on("cpu")))
         patch.setattr(torch, "inference_mode", torch.no_grad)
         yield FarDevice()
+
+
+def _ops_of_gpus() -> list[Op[..., Any]]:
+    return [op for op in OPS.values() if "cuda" in op.fast]
 
 
 def _run_near(name: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from triptych.core.schema import SchemaError, build
 from triptych.router.events.peers import Timeouts
 from triptych.router.scheduler import Scheduler
 
-VERSION = 3
+VERSION = 4
 BOUNDS_VERSION = 2
 """Recordings of this version were made when all bookings were bounds."""
 MAX_RECORD_BYTES = 128 << 20

@@ -129,7 +129,7 @@ LOWERING: dict[str, dict[str, Place]] = {
         "plan a lowering": (Lowering, "prepare"),
         "lower pages": (Lowering, "apply"),
         "move lowered tokens": (Lowering, "_move"),
-        "note a lowering": (Checkpoint, "lower"),
+        "note a lowering": (Checkpoint, "replace_classes"),
         "put lowered tables in place": (Checkpoint, "complete_lowering"),
         "renew the lease": (RequestHandover, "renew_lease"),
     },

@@ -69,7 +69,8 @@ def test_the_first_decision_that_differs_is_told(tmp_path: Path) -> None:
 def test_bookings_by_bounds_decide_as_they_did_before_there_were_others(tmp_path: Path) -> None:
     """Inputs of six routers of the last version without forecasts: all policies, several nodes,
     roles. What they send was recorded again when pages of the newest tokens became smaller, and of
-    ``dynamic`` when its batch sizes followed memory. Since then only messages have other fields."""
+    ``dynamic`` when its batch sizes followed memory. Since then only messages have other fields,
+    and leave out those that have their default."""
     path = tmp_path / "r"
     path.write_bytes(gzip.decompress((DATA / "decisions_by_bounds.gz").read_bytes()))
     found = replay(path)

@@ -283,6 +283,15 @@ def test_a_model_in_8_bits_is_near_the_one_in_float32(
 
 
 @needs_vnni
+def test_all_biases_are_added_in_8_bits(save_model: SaveModel) -> None:
+    config = FAMILIES["Llama 3.x"]()
+    config.attention_bias = config.mlp_bias = True
+    path = save_model(config)
+    exact, found = logits_of(path), logits_of(path, "bfloat16", "int8")
+    assert (found - exact).norm() < 0.04 * exact.norm()
+
+
+@needs_vnni
 def test_weights_in_8_bits_take_half_of_the_memory(original: Path) -> None:
     networks = [
         load(original, "bfloat16", quantization=quantization).network

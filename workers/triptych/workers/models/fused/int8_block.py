@@ -61,6 +61,12 @@ class Int8Block:
             down=product("mlp.down_proj"),
         )
 
+    @classmethod
+    def takes(cls, weights: Weights, layer: str) -> bool:
+        """Whether only queries, keys and values have a bias: ``DenseBlock`` adds any."""
+        names = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        return not any(f"{layer}.{name}.bias" in weights for name in names)
+
     @property
     def size_bytes(self) -> int:
         products = (self.qkv, self.out, self.gate_up, self.down)

@@ -188,6 +188,6 @@ def _block(
     layer, traits, geometry = f"model.layers.{index}", facts.layers[index], facts.geometry
     shape = facts.num_heads, geometry.kv_heads, geometry.head_dim
     layout = HeadLayout.of(weights, layer, shape, epsilon)
-    if packing == "int8":
+    if packing == "int8" and Int8Block.takes(weights, layer):
         return Int8Block.of(weights, layer, traits, layout, epsilon)
     return DenseBlock.of(weights, layer, traits, layout, epsilon, packing)

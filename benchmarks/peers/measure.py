@@ -22,7 +22,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Conditions:
-    """What is the same for all turns of a result file."""
+    """Settings that all turns of a result file share."""
 
     peers: Sequence[str]
     """All have turns in each round: one that came later would be compared across time."""

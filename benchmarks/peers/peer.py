@@ -1,4 +1,4 @@
-"""What the comparison knows about a server: how to make it ready, start it and talk to it."""
+"""Description of a server under comparison: its environment, its command and its endpoint."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class ServerNeeds:
-    """What a workload needs of a server."""
+    """Settings of a server that a workload determines."""
 
     port: int
     clients: int

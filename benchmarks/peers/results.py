@@ -47,5 +47,5 @@ def write(
 
 
 def _measured(row: dict[str, Any]) -> Measured:
-    """What is disturbed follows from the figures and the limit of this run."""
+    """A turn from its row. Whether it was disturbed is judged anew, by the limit of this run."""
     return Measured(**{name: value for name, value in row.items() if name != "disturbed"})

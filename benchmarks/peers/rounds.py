@@ -38,7 +38,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be measured."""
+    """Workloads, servers and rounds of a run, and when a turn is repeated."""
 
     workloads: Sequence[str]
     servers: Sequence[str]

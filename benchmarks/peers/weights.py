@@ -13,7 +13,7 @@ MODEL = "smollm2-135m-instruct"
 
 
 def bfloat16_directory() -> Path:
-    """What ``triptych model fetch`` makes: a directory in the form of transformers."""
+    """The weights in bfloat16, in a directory in the form of transformers."""
     return fetch(MODEL)
 
 

@@ -44,7 +44,7 @@ class PeerWorkload:
         return self.prompt_tokens + self.output_tokens
 
     def needs(self, port: int) -> ServerNeeds:
-        """What a server is started for; the prefix cache is on where prompts share a beginning."""
+        """Settings of a server for this workload; conversations have the prefix cache on."""
         return ServerNeeds(
             port=port,
             clients=self.clients,
@@ -116,7 +116,7 @@ def _log_uniform(source: Random, low: int, high: int) -> int:
 
 
 def sessions_of(workload: PeerWorkload, scope: str, requests: int | None) -> list[Session]:
-    """What is sent in one round: the same for equal scopes, and other prompts for others."""
+    """Requests of one round: the same for equal scopes, and other prompts for others."""
     if workload.is_conversation:
         return [_conversation(scope, f"{scope}/{at}", TURNS) for at in range(CLIENTS)]
     count = request_count(workload, requests)

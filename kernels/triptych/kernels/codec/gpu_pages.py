@@ -123,7 +123,7 @@ def clamped(numbers):
 
 @triton.jit
 def divisor(mean, variance):
-    """What a row is divided by: its deviation, or the least one."""
+    """Divisor of a row: its standard deviation, but at least ``LEAST_DEVIATION`` of its size."""
     least = LEAST_DEVIATION * tl.sqrt(variance + mean * mean)
     deviation = tl.maximum(tl.sqrt(variance), least)
     return tl.where(deviation > 0.0, deviation, 1.0)

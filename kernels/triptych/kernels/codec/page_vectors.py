@@ -96,7 +96,7 @@ def _balance(vectors):
 
 @kernel
 def _divisor(mean, variance):
-    """What a row is divided by: its deviation, or the least one."""
+    """Divisor of a row: its standard deviation, but at least ``LEAST_DEVIATION`` of its size."""
     least = LEAST_DEVIATION * np.sqrt(variance + mean * mean)
     deviation = max(np.sqrt(variance), least)
     return deviation if deviation > 0 else 1.0

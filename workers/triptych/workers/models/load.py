@@ -136,7 +136,7 @@ def prompts_in_int8(
 
 
 def packings_of(layers: Packing, stages: Collection[Stage], *, in_int8: bool) -> Packings:
-    """What the stages of a process need of the weights.
+    """How a process packs the weights that its stages read.
 
     >>> packings_of("dense", ["prefill"], in_int8=True)
     Packings(layers='int8', head='dense', prompts=None)

@@ -16,9 +16,11 @@ from triptych.kernels.codec import (
     store_tokens,
     transcode,
 )
+from triptych.kernels.codegen.native import multiplies_bfloat
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, record_scores, score_tokens
 from triptych.kernels.draw import draw_tokens
+from triptych.kernels.int4 import Int4Tiles, multiply_int4
 from triptych.kernels.int8 import (
     Int8Product,
     QuantizedRows,
@@ -52,6 +54,7 @@ __all__ = [
     "NUMERICS_VERSION",
     "OPS",
     "BlockedProduct",
+    "Int4Tiles",
     "Int8Product",
     "Op",
     "PageLists",
@@ -75,6 +78,8 @@ __all__ = [
     "mass_limits",
     "mean_sums",
     "move_tokens",
+    "multiplies_bfloat",
+    "multiply_int4",
     "observe_ops",
     "plan_retirement",
     "plan_tokens",
@@ -117,6 +122,7 @@ OPS: dict[str, Op[..., Any]] = {
         rotate_kv,
         rotate_back,
         gate,
+        multiply_int4,
         quantize_rows,
         add_norm_quantize,
         gate_quantize,

@@ -46,3 +46,15 @@ def write_floats(numbers, address, kind, offset):
     else:
         for channel in range(len(numbers)):
             halves[channel] = to_half(numbers[channel])
+
+
+@kernel
+def round_floats(numbers):
+    """Round a float32 vector to bfloat16 in place, ties to even; NaN stays NaN."""
+    bits = numbers.view(np.uint32)
+    for channel in range(len(numbers)):
+        word = bits[channel]
+        odd = (word >> np.uint32(16)) & np.uint32(1)
+        is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        rounded = (word + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
+        bits[channel] = np.uint32(0x7FC00000) if is_nan else rounded

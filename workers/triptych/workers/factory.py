@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from triptych.core.config import ActorConfig, AppConfig
+from triptych.core.config import ActorConfig, AppConfig, DType
 from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
+from triptych.kernels import multiplies_bfloat
 from triptych.kvpool import WorkerPool
 from triptych.workers.compress.compress_engine import CompressEngine
 from triptych.workers.core_scheduler import Cores, DedicatedCores, SharedCores
@@ -136,7 +137,6 @@ def make_engines(
         is_compressor = "compress" in stages
         return [*engines, *([CompressEngine(pool, plan, prefixes, device)] * is_compressor)]
     runner, answers = model_context.runner, model_context.answers
-    half = not device.is_host and config.model.dtype != "float32"
     makers: dict[Stage, Callable[[], Engine]] = {
         "prefill": lambda: PrefillEngine(
             runner.for_prefill(),
@@ -147,7 +147,7 @@ def make_engines(
             prefixes,
             draw,
             device,
-            half,
+            _attention_dtype(config.model.dtype, device),
             model_context.two_way_images,
             model_context.frequencies,
         ),
@@ -167,6 +167,16 @@ def make_engines(
         ),
     }
     return [*engines, *(makers[stage]() for stage in stages if stage in makers)]
+
+
+def _attention_dtype(dtype: DType, device: Device) -> torch.dtype:
+    """Type of the products of prefill attention: 16 bits where that is fast."""
+    if dtype == "float32":
+        return torch.float32
+    if not device.is_host:
+        return torch.float16
+    is_fast = dtype == "bfloat16" and multiplies_bfloat()
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def capture_usual_steps(engines: Iterable[Engine]) -> None:

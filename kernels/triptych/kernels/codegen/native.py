@@ -25,6 +25,13 @@ def vector_lanes() -> int:
     return 8 if features.get("avx2") else 4
 
 
+@cache
+def multiplies_bfloat() -> bool:
+    """Whether this machine multiplies vectors of bfloat16, and permutes 16-bit words."""
+    features = llvm.get_host_cpu_features()
+    return bool(features.get("avx512bf16") and features.get("avx512bw"))
+
+
 def compile_function(module: ir.Module, name: str) -> int:
     """Optimize ``module``, link it into the process and return the address of ``name``."""
     parsed = llvm.parse_assembly(str(module))

@@ -13,6 +13,22 @@ HALF, FLOAT, POINTER = ir.HalfType(), ir.FloatType(), ir.PointerType()
 Value = Any
 """A value of LLVM IR; llvmlite has no more precise type."""
 
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, for which llvmlite has no class."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOAT = _BFloat()
+
 EXP2 = (  # minimax for 2**x - 1 over x in [-1/2, 1/2], highest power first; Cephes, exp2f
     1.535336188319500e-4,
     1.339887440266574e-3,
@@ -63,6 +79,23 @@ class Emitter:
         return self.build.call(
             self._intrinsic("llvm.fma", left, kinds, left.type), [left, right, plus]
         )
+
+    def add_bfloat_pairs(self, sums: Value, left: Value, right: Value) -> Value:
+        """Add products of 32 bfloat16 numbers, of two neighbours to each of 16 float sums."""
+        pairs = vector(BFLOAT, 2 * sums.type.count)
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        function = self.declare(name, sums.type, (sums.type, pairs, pairs))
+        return self.build.call(function, [sums, left, right])
+
+    def to_bfloats(self, values: Value) -> Value:
+        """Round 16 floats to bfloat16, ties to even."""
+        name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+        function = self.declare(name, vector(BFLOAT, values.type.count), (values.type,))
+        return self.build.call(function, [values])
+
+    def splat_pair(self, pointer: Value) -> Value:
+        """Two neighbouring bfloat16 numbers in memory, 16 times."""
+        return self.build.bitcast(self.splat(self.load(pointer, I32), 16), vector(BFLOAT, 32))
 
     def maximum(self, left: Value, right: Value) -> Value:
         """The larger number of each lane; ``right`` where ``left`` is NaN."""
@@ -143,14 +176,14 @@ class Emitter:
         """Load the int32 lanes that are ``live``; the others are 0 and their memory is not read."""
         kind: Any = vector(I32, live.type.count)
         name = f"llvm.masked.load.v{kind.count}i32.p0"
-        function = self._declare(name, kind, (POINTER, I32, live.type, kind))
+        function = self.declare(name, kind, (POINTER, I32, live.type, kind))
         return self.build.call(function, [pointer, I32(4), live, ir.Constant(kind, None)])
 
     def store_live(self, values: Value, pointer: Value, live: Value) -> None:
         """Store the float lanes that are ``live``; the memory of the others is not written."""
         kind: Any = values.type
         name = f"llvm.masked.store.v{kind.count}f32.p0"
-        function = self._declare(name, ir.VoidType(), (kind, POINTER, I32, live.type))
+        function = self.declare(name, ir.VoidType(), (kind, POINTER, I32, live.type))
         self.build.call(function, [values, pointer, I32(4), live])
 
     def half(self, words: Value, shift: int) -> Value:
@@ -191,7 +224,7 @@ class Emitter:
     def prefetch(self, pointer: Value) -> None:
         """Prefetch the cache line at ``pointer``; any address is safe."""
         kinds = (POINTER, I32, I32, I32)
-        function = self._declare("llvm.prefetch.p0", ir.VoidType(), kinds)
+        function = self.declare("llvm.prefetch.p0", ir.VoidType(), kinds)
         self.build.call(function, [pointer, I32(0), I32(3), I32(1)])
 
     @contextmanager
@@ -224,9 +257,9 @@ class Emitter:
     ) -> ir.Function:
         kind = like.type
         suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
-        return self._declare(f"{stem}.{suffix}", result, arguments)
+        return self.declare(f"{stem}.{suffix}", result, arguments)
 
-    def _declare(self, name: str, result: ir.Type, arguments: tuple[ir.Type, ...]) -> ir.Function:
+    def declare(self, name: str, result: ir.Type, arguments: tuple[ir.Type, ...]) -> ir.Function:
         module = self.build.module
         if name in module.globals:
             return module.globals[name]

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triptych.kernels.codec.cpu import load_tokens
+from triptych.kernels.codegen.native import multiplies_bfloat
 from triptych.kernels.pages import Past
+from triptych.kernels.prefill.cpu_bfloat import attend
 from triptych.kernels.prefill.cpu_softmax import HIDDEN, softmax_
 from triptych.kernels.prefill.reference import Keys, add_sums, gather_keys, is_two_way, visible
 
@@ -80,11 +82,15 @@ def _attend(
     """Write attention of one sequence to ``out`` [n, H, d]; add to ``sums`` [H, N] if given."""
     count, heads, dim = query.shape
     kv_heads, known, _ = keys.key.shape
+    is_plain = window == 0 and not reads_all and _has_no_gap(keys, count)
+    if query.dtype == torch.bfloat16 and softcap == 0 and dim % 2 == 0 and multiplies_bfloat():
+        hidden = None if is_plain else ~visible(keys, count, window, reads_all)
+        attend(query, keys.key, keys.value, out, scale, sinks=sinks, sums=sums, hidden=hidden)
+        return
     group, first = heads // kv_heads, known - count
     grouped = (query.float() * scale).view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
     key = F.pad(keys.key.transpose(1, 2), (0, -known % BLOCK))
     value = F.pad(keys.value, (0, 0, 0, -known % BLOCK))
-    is_plain = window == 0 and not reads_all and _has_no_gap(keys, count)
     hidden = None if is_plain else _hidden(keys, count, window, reads_all)
     for start, end in _blocks(count, first, heads):
         size, rows = end - start, max(end - start, MIN_QUERIES)

@@ -135,31 +135,39 @@ def _exponentiate(typing_context, row, vectors, factor, shift):
 
 
 @kernel
-def _finish_row(job, head, row):
+def finish_row(numbers, limit, scale, sink, sums):
+    """Softmax of the first ``limit`` logits of a row times ``scale``, in place; the rest are 0.
+
+    ``sink``: the address of one more logit, not scaled; 0: none. Weights are added to ``sums`` as
+    far as it goes. A row is whole vectors.
+    """
+    vectors, at = (limit + LANES - 1) // LANES, numbers.ctypes.data
+    for column in range(limit, vectors * LANES):
+        numbers[column] = np.float32(HIDDEN)
+    factor = scale * LOG2_E
+    most, rest = _largest(at, vectors) * factor, ZERO
+    if sink:
+        number = carray(pointer(sink), 1, np.float32)[0] * LOG2_E
+        most = max(most, number)
+        rest = np.exp2(number - most)
+    inverse = ONE / (_exponentiate(at, vectors, factor, most) + rest)
+    for column in range(limit):
+        numbers[column] *= inverse
+    for column in range(limit, len(numbers)):
+        numbers[column] = ZERO
+    for column in range(min(limit, len(sums))):
+        sums[column] += numbers[column]
+
+
+@kernel
+def _finish(job, head, row):
     width = job[SEEN]
     at = job[LOGITS] + 4 * width * (head * job[HEAD_ROWS] + row)
     limit = width if job[FIRST] < 0 else job[FIRST] + row
-    vectors = (limit + LANES - 1) // LANES
-    numbers = carray(pointer(at), width, np.float32)
-    for column in range(limit, vectors * LANES):
-        numbers[column] = np.float32(HIDDEN)
-    most = _largest(at, vectors)
-    sink = ZERO
-    if job[SINKS]:
-        number = carray(pointer(job[SINKS] + 4 * head), 1, np.float32)[0]
-        most = max(most, number)
-        sink = np.exp2((number - most) * LOG2_E)
-    factor = ONE / (_exponentiate(at, vectors, LOG2_E, most * LOG2_E) + sink)
-    for column in range(limit):
-        numbers[column] *= factor
-    for column in range(limit, width):
-        numbers[column] = ZERO
-    if job[SUMS]:
-        place = job[SUMS] + 4 * head * job[SUMS_STRIDE]
-        summed = min(limit, job[SUMMED])
-        sums = carray(pointer(place), summed, np.float32)
-        for column in range(summed):
-            sums[column] += numbers[column]
+    sink = job[SINKS] + 4 * head if job[SINKS] else 0
+    place = job[SUMS] + 4 * head * job[SUMS_STRIDE]
+    sums = carray(pointer(place), job[SUMMED] if job[SUMS] else 0, np.float32)
+    finish_row(carray(pointer(at), width, np.float32), limit, ONE, sink, sums)
 
 
 @team_body
@@ -171,4 +179,4 @@ def _work(address):
         if head >= job[HEADS]:
             break
         for row in range(job[ROWS]):
-            _finish_row(job, head, row)
+            _finish(job, head, row)

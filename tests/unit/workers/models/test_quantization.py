@@ -23,7 +23,7 @@ from tests.quantized import FORMATS, write_quantized
 from tests.tiny import byte_tokenizer, save_tiny_model
 from triptych.core.config import DType, Quantization
 from triptych.core.errors import ModelError
-from triptych.kernels import Int8Product
+from triptych.kernels import Int8Product, multiplies_bfloat
 from triptych.workers.models.facts import describe
 from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.hf_model import HFModel
@@ -34,6 +34,7 @@ from triptych.workers.models.weights.linear import (
     BlockedLinear,
     Int4Linear,
     Packings,
+    TorchInt4Linear,
     pack,
     packed_block,
 )
@@ -42,6 +43,7 @@ from triptych.workers.models.weights.plain_weights import open_weights
 SaveModel = Callable[[PreTrainedConfig], Path]
 FOUR_BITS = ["gptq", "awq", "w4a16", "w4a16-symmetric"]
 TOKENS = torch.arange(2, 40)
+INT4_KIND = Int4Linear if multiplies_bfloat() else TorchInt4Linear
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def test_four_bits_stay_four_bits_if_nothing_is_lost(
     network = load(quantized[form], "bfloat16").network
     assert isinstance(network, FusedModel)
     kinds = {type(product) for block in network._blocks for product in (block.qkv, block.down)}
-    assert kinds == {Int4Linear if form in FOUR_BITS else BlockedLinear}
+    assert kinds == {INT4_KIND if form in FOUR_BITS else BlockedLinear}
     there = logits_of(quantized[form], "bfloat16", "auto")
     close = expected(original, quantized[form])
     assert (there - close).norm() / close.norm() < 0.03
@@ -200,14 +202,25 @@ def test_the_largest_groups_are_found(group: int) -> None:
     grid = find_grid(rounded.bfloat16())
     assert grid is not None
     assert grid.group == group
-    product = pack([rounded.bfloat16()], packing="int4_if_exact")
-    assert isinstance(product, Int4Linear)
-    assert product.grids.shape == (256 // group, 64, 2)
     rows = torch.randn(EXPANDED_ROWS + 5, 256, generator=torch.Generator().manual_seed(1))
     expected = rows @ rounded.T
-    for part in (rows, rows[:3]):
-        found = product(part.bfloat16()).float()
-        assert (found - expected[: len(part)]).norm() < 0.01 * expected[: len(part)].norm()
+    product = pack([rounded.bfloat16()], packing="int4_if_exact")
+    assert isinstance(product, INT4_KIND)
+    for kind in {INT4_KIND, TorchInt4Linear}:
+        product = kind.of(grid, None, torch.bfloat16)
+        for part in (rows, rows[:3]):
+            found = product(part.bfloat16()).float()
+            assert (found - expected[: len(part)]).norm() < 0.01 * expected[: len(part)].norm()
+
+
+def test_a_default_model_keeps_its_bits(original: Path, quantized: dict[str, Path]) -> None:
+    """Weights that were quantized to 4 bits are found without being told, others are left."""
+    kinds = list[set[type]]()
+    for path in (original, quantized["awq"]):
+        network = load(path, "bfloat16").network
+        assert isinstance(network, FusedModel)
+        kinds.append({type(block.down) for block in network._blocks})
+    assert kinds == [{BlockedLinear}, {INT4_KIND}]
 
 
 def test_other_weights_lie_on_no_grid() -> None:
@@ -239,7 +252,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(
     weight = torch.randn(160, columns, generator=generator).bfloat16()
     bias = torch.randn(160, generator=generator).bfloat16() if with_bias else None
     product = pack([weight], [bias], "int4")
-    assert isinstance(product, Int4Linear)
+    assert isinstance(product, INT4_KIND)
     rows = torch.randn(37, columns, generator=generator).bfloat16()
     whole = product(rows)
     exact = rows.float() @ fit_grid(weight).weights().T
@@ -255,7 +268,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_beside_it(
 def test_many_rows_are_multiplied_with_the_same_weights(outputs: int) -> None:
     generator = torch.Generator().manual_seed(outputs)
     weight = torch.randn(outputs, 96, generator=generator).bfloat16()
-    product = pack([weight], packing="int4")
+    product = TorchInt4Linear.of(fit_grid(weight), None, torch.bfloat16)
     rows = torch.randn(EXPANDED_ROWS + 1, 96, generator=generator).bfloat16()
     few = torch.cat([product(part) for part in rows.split(13)])
     assert (product(rows) - few).float().norm() < 0.005 * few.float().norm()

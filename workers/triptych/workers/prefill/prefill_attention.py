@@ -39,10 +39,10 @@ class ChunkAttention:
         chunks: list[PrefillChunk],
         positions: NDArray[np.int64],
         *,
-        half: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        """All ``chunks`` have the same layers."""
-        self._arena, self._memory, self._half = arena, memory, half
+        """All ``chunks`` have the same layers. ``dtype``: type of the products of attention."""
+        self._arena, self._memory, self._dtype = arena, memory, dtype
         self._layout = plan.raw
         self._first_layer = chunks[0].layers.start
         put = memory.device.put
@@ -71,7 +71,6 @@ class ChunkAttention:
     ) -> Tensor:
         """Shapes: query (T, H, D); key, value (T, KH, D) -> (T, H, D)"""
         memory, layer = self._memory.near, layer - self._first_layer
-        dtype, query = query.dtype, query.float()
         for high, rounded in self._rounded:
             key, value = round_tokens(high, key, value, rounded)
         store_tokens(
@@ -82,12 +81,11 @@ class ChunkAttention:
             self._arena.will_need(self._past[0][layer])
             pages, tokens = self._past_on_device
             past = Past(memory, self._layout, pages[layer], tokens)
-        given = (query, key, value)
-        if self._half:
-            given = (query.half(), key.half(), value.half())
         sums = self._empty_sums(query.shape[1]) if self._is_scored else None
         mixed = prefill_attention(
-            *given,
+            query.to(self._dtype),
+            key.to(self._dtype),
+            value.to(self._dtype),
             self._offsets,
             scale=traits.scale,
             window=traits.window,
@@ -99,8 +97,8 @@ class ChunkAttention:
         )
         if sums is not None:
             self._add_to_prompts(layer, sums)
-        self._add_to_statistics(layer, query, key, value, past, traits, sinks)
-        return mixed.to(dtype)
+        self._add_to_statistics(layer, query.float(), key, value, past, traits, sinks)
+        return mixed.to(query.dtype)
 
     def _add_to_statistics(
         self,

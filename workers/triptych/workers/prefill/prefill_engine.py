@@ -96,9 +96,8 @@ class PrefillEngine:
     draw: Draw = sample
     """Samples tokens from logits; evals replace it with teacher forcing."""
     device: Device = CPU
-    half: bool = False
-    """Whether attention computes in 16 bits, the precision of raw pages: much faster on tensor
-    cores."""
+    attention_dtype: torch.dtype = torch.float32
+    """Type of the products of attention."""
     two_way_images: bool = False
     """Whether the tokens of an image attend to all of it, and not only to those before them."""
     frequencies: Sequence[float] = ()
@@ -354,8 +353,8 @@ class PrefillEngine:
             for chunk, start in zip(chunks, starts[:-1], strict=True)
             for at in chunk.logits_at
         ]
-        arena, half = self.pool.arena, self.half
-        attend = ChunkAttention(arena, self._memory, self.plan, chunks, positions, half=half)
+        dtype, arena = self.attention_dtype, self.pool.arena
+        attend = ChunkAttention(arena, self._memory, self.plan, chunks, positions, dtype=dtype)
         put = self.device.put
         read, logits_at = np.array(tokens, np.int64), np.array(wanted, np.int64)
         given, layerwise = rows_of(chunks, self.device), chunks[0].prompt.layerwise

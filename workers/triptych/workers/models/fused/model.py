@@ -94,8 +94,10 @@ class FusedModel:
         """Shapes:  tokens (T,); positions (T,) or (3, T); logits_at (N,) -> (N, vocab) float32"""
         tracker = ExitTracker(exits, self.logits) if exits is not None else None
         every = range(len(self._blocks))
-        hidden = self.through(every, self.embed(tokens, given), positions, attend, tracker)
-        return self.logits(hidden[logits_at])
+        hidden = self.embed(tokens, given)
+        if tracker is not None:
+            return self.logits(self.through(every, hidden, positions, attend, tracker)[logits_at])
+        return self.logits(self._through(every, hidden, positions, attend, logits_at))
 
     def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """Input of the first layer.
@@ -117,14 +119,32 @@ class FusedModel:
 
         Shapes:  hidden (T, E) float32; positions (T,) or (3, T) -> (T, E) float32
         """
+        if tracker is None:
+            return self._through(layers, hidden, positions, attend)
         cos, sin = self._rotation(positions)
-        if tracker is not None:
-            return self._until_exits(layers, hidden, cos, sin, attend, tracker)
+        return self._until_exits(layers, hidden, cos, sin, attend, tracker)
+
+    def _through(
+        self,
+        layers: range,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """As ``through``. ``rows``: tokens that are returned; None: all.
+
+        Behind the attention of the last layer only their rows are computed.
+        """
+        cos, sin = self._rotation(positions)
         delta: Any = None  # of the block before: it is added where the next norm is
         for layer in layers:
             block = self._blocks[layer]
             hidden, heads = block.heads(hidden, delta, cos, sin)
-            hidden, delta = block.mix(hidden, _mixed(layer, block, heads, attend))
+            mixed = _mixed(layer, block, heads, attend)
+            if rows is not None and layer == layers[-1]:
+                hidden, mixed = hidden[rows], mixed[rows]
+            hidden, delta = block.mix(hidden, mixed)
         return hidden if delta is None else self._blocks[layers[-1]].total(hidden, delta)
 
     def _until_exits(

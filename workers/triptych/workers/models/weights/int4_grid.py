@@ -20,6 +20,8 @@ TOLERANCE = 2**-7
 """Largest distance to a grid, of the largest weight of the group: two roundings to 16 bits."""
 EXACT_SHARE = 0.999
 """Least share of groups that lie on a grid, for weights to count as quantized to 4 bits."""
+SAMPLED_ROWS = 16
+"""Rows of weights that are looked at first."""
 _AT_ONCE = 1 << 23
 """Weights that are fitted together; bounds the memory."""
 
@@ -42,6 +44,11 @@ class Int4Grid:
         """Weights of a group."""
         return self.levels.shape[1] // self.step.shape[1]
 
+    @property
+    def middle(self) -> Tensor:
+        """The weight of the middle level, (out, in / group) float32."""
+        return self.lowest + LEVELS // 2 * self.step
+
     def weights(self) -> Tensor:
         """Shapes:  (out, in) float32"""
         groups = self.levels.view(*self.step.shape, self.group).float()
@@ -53,11 +60,13 @@ def find_grid(weight: Tensor) -> Int4Grid | None:
 
     Shapes:  weight (out, in)
     """
+    sample = weight[:: -(-len(weight) // SAMPLED_ROWS)]
     for group in GROUPS:
-        if weight.shape[1] % group == 0:
-            grid = fit_grid(weight, group=group, search=True)
-            if grid.is_exact:
-                return grid
+        if weight.shape[1] % group or not fit_grid(sample, group=group, search=True).is_exact:
+            continue
+        grid = fit_grid(weight, group=group, search=True)
+        if grid.is_exact:
+            return grid
     return None
 
 

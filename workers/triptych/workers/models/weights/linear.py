@@ -5,7 +5,7 @@ the requests beside it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, Protocol
 
@@ -13,7 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triptych.kernels import BlockedProduct, Int8Product, in_pieces, quantize_rows
+from triptych.kernels import (
+    BlockedProduct,
+    Int4Tiles,
+    Int8Product,
+    in_pieces,
+    multiplies_bfloat,
+    multiply_int4,
+    quantize_rows,
+)
+from triptych.kernels.int4 import OUTPUTS, PIECE
 from triptych.workers.models.weights.int4_grid import (
     GROUP,
     LEVELS,
@@ -37,6 +46,15 @@ class Packings:
     head: Packing
     prompts: Packing | None = None
     """A second copy of the linear layers, for prefill; None: there is one copy."""
+
+    def made_smaller(self) -> "Packings":
+        """With the head in 8 bits, and layers in 4 bits that had been quantized to these.
+
+        What they answer is the same: ``Head`` computes the largest logits in float32 again.
+        """
+        head: Packing = "int8" if Int8Product.takes_here() else self.head
+        is_small = self.layers != "dense" or not multiplies_bfloat()
+        return replace(self, head=head, layers=self.layers if is_small else "int4_if_exact")
 
 
 INT8_BYTES = 1.0
@@ -80,7 +98,8 @@ def pack(
     if packing != "dense" and weight.shape[0] % INT4_OUTPUTS == 0 == weight.shape[1] % GROUP:
         grid = fit_grid(weight) if packing == "int4" else find_grid(weight)
         if grid is not None:
-            return Int4Linear.of(grid, bias, weight.dtype)
+            kind = Int4Linear if Int4Linear.takes(grid, weight.dtype) else TorchInt4Linear
+            return kind.of(grid, bias, weight.dtype)
     if weight.device.type == "cpu" and BlockedProduct.takes(weight.dtype):
         return BlockedLinear.of(weight, bias)
     return PlainLinear(weight, bias)
@@ -136,6 +155,36 @@ class BlockedLinear:
 
 @dataclass(frozen=True, slots=True)
 class Int4Linear:
+    """A product with 4-bit weights of rows in bfloat16, on processors that multiply these."""
+
+    weights: Int4Tiles
+    bias: Tensor | None
+    """float32"""
+    dtype: torch.dtype
+
+    @classmethod
+    def takes(cls, grid: Int4Grid, dtype: torch.dtype) -> bool:
+        outputs, fits = len(grid.levels), grid.group % PIECE == 0
+        return multiplies_bfloat() and fits and outputs % OUTPUTS == 0 and dtype == torch.bfloat16
+
+    @classmethod
+    def of(cls, grid: Int4Grid, bias: Tensor | None, dtype: torch.dtype) -> "Int4Linear":
+        tiles = Int4Tiles.pack(grid.levels, grid.step, grid.middle)
+        return cls(tiles, None if bias is None else bias.float(), dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        return _bytes_of(self.weights.tiles, self.bias)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return multiply_int4(rows, self.weights, self.bias, self.dtype)
+
+    def for_few_rows(self) -> "Int4Linear":
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class TorchInt4Linear:
     """Torch's product with 4-bit weights, which it expands in registers.
 
     It takes as long as its rows are many, so more than ``EXPANDED_ROWS`` are multiplied with
@@ -148,9 +197,8 @@ class Int4Linear:
     bias: Tensor | None
 
     @classmethod
-    def of(cls, grid: Int4Grid, bias: Tensor | None, dtype: torch.dtype) -> "Int4Linear":
-        middle = grid.lowest + LEVELS // 2 * grid.step
-        grids = torch.stack((grid.step, middle), dim=-1).transpose(0, 1).contiguous()
+    def of(cls, grid: Int4Grid, bias: Tensor | None, dtype: torch.dtype) -> "TorchInt4Linear":
+        grids = torch.stack((grid.step, grid.middle), dim=-1).transpose(0, 1).contiguous()
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(grid.levels.int(), 1)
         return cls(packed, grids.to(dtype), bias)
 
@@ -172,7 +220,7 @@ class Int4Linear:
             )
         return product if self.bias is None else product + self.bias
 
-    def for_few_rows(self) -> "Int4Linear":
+    def for_few_rows(self) -> "TorchInt4Linear":
         return self
 
     def _expanded(self) -> Tensor:

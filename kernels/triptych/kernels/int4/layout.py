@@ -1,0 +1,68 @@
+"""How 4-bit weights lie in memory: tiles of 32 outputs, one group of inputs after another."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LANES = 16
+OUTPUTS = 2 * LANES
+"""Outputs of a tile, in two vectors of floats."""
+LEVELS = 16
+ZERO_LEVEL = LEVELS // 2
+PIECE = 32
+"""Groups are multiples of so many inputs."""
+PAIRS = 4
+"""Pairs of inputs of which a word of 16 bits has the levels, the first in its lowest bits. A word
+has the first inputs of its pairs, and the next word the second ones."""
+GRID_BYTES = 4 * OUTPUTS
+"""Before the levels of a group: a step for each output in the lower half of a word, and the weight
+of ``ZERO_LEVEL`` in the upper, both in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Tiles:
+    """Weights of a product in 4 bits: ``(level - ZERO_LEVEL) * step + middle``."""
+
+    tiles: Tensor
+    """(out / 32, bytes of a tile) uint8"""
+    groups: int
+    """Groups of a row of weights."""
+
+    @classmethod
+    def pack(cls, levels: Tensor, step: Tensor, middle: Tensor) -> "Int4Tiles":
+        """Steps and middles are rounded to bfloat16.
+
+        Shapes:  levels (out, in) uint8, 0 to 15; step, middle (out, groups) float32
+        """
+        (outputs, columns), groups = levels.shape, step.shape[1]
+        tiles, parts = outputs // OUTPUTS, columns // groups // (2 * PAIRS)
+        lanes = levels.view(tiles, 2, LANES, groups, parts, PAIRS, 2)
+        lanes = lanes.permute(0, 3, 4, 1, 2, 6, 5).int()
+        words = (lanes << _shifts()).sum(-1, dtype=torch.int32).to(torch.uint16)
+        codes = words.contiguous().view(torch.uint8).reshape(tiles, groups, -1)
+        grids = torch.stack((step, middle), -1).bfloat16().view(tiles, OUTPUTS, groups, 2)
+        grids = grids.transpose(1, 2).contiguous().view(torch.uint8).reshape(tiles, groups, -1)
+        return cls(torch.cat((grids, codes), -1).flatten(1), groups)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        code_bytes = self.tiles.shape[1] - self.groups * GRID_BYTES
+        return len(self.tiles) * OUTPUTS, 2 * code_bytes // OUTPUTS
+
+    def weights(self) -> Tensor:
+        """The weights, (out, in) float32."""
+        (outputs, columns), groups = self.shape, self.groups
+        parts = self.tiles.view(len(self.tiles), groups, -1)
+        grids = parts[..., :GRID_BYTES].contiguous().view(torch.bfloat16).float()
+        step, middle = grids.view(len(parts), groups, 2, LANES, 1, 2).unbind(-1)
+        words = parts[..., GRID_BYTES:].contiguous().view(torch.uint16).int()
+        lanes = words.view(len(parts), groups, -1, 2, LANES, 2, 1) >> _shifts() & LEVELS - 1
+        levels = lanes.permute(0, 1, 3, 4, 2, 6, 5).flatten(4) - ZERO_LEVEL
+        weights = levels * step + middle  # tile, group, half, lane, input of the group
+        return weights.permute(0, 2, 3, 1, 4).reshape(outputs, columns)
+
+
+def _shifts() -> Tensor:
+    return 4 * torch.arange(PAIRS, dtype=torch.int32)

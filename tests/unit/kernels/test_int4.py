@@ -1,0 +1,79 @@
+"""Products with 4-bit weights agree with expanded weights."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from triptych.core.errors import ConfigError
+from triptych.kernels import Int4Tiles, multiplies_bfloat, multiply_int4
+
+each = pytest.mark.parametrize
+BACKENDS = ["reference", *(["cpu"] if multiplies_bfloat() else [])]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random_weights(outputs: int, columns: int, group: int) -> tuple[Tensor, Int4Tiles]:
+    """Weights in float32, and packed; steps and middles are bfloat16 already."""
+    levels = torch.randint(0, 16, (outputs, columns), dtype=torch.uint8)
+    step, middle = (torch.randn(2, outputs, columns // group) * 0.02).bfloat16().float()
+    groups = levels.view(outputs, -1, group).float() - 8
+    weights = (groups * step[..., None] + middle[..., None]).flatten(1)
+    return weights, Int4Tiles.pack(levels, step, middle)
+
+
+@each("group", [32, 64, 128])
+def test_weights_are_packed_and_expanded(group: int) -> None:
+    weights, packed = random_weights(96, 384, group)
+    assert packed.shape == (96, 384)
+    assert packed.weights().equal(weights)
+    assert packed.tiles.nbytes == 96 * 384 // 2 + 4 * 96 * 384 // group
+
+
+@each("backend", BACKENDS)
+@each("dtype", DTYPES)
+@each(("outputs", "columns", "group"), [(32, 32, 32), (96, 384, 64), (160, 256, 128)])
+@each("count", [0, 1, 2, 3, 7, 8, 21, 70])
+def test_products_agree_with_those_of_expanded_weights(
+    backend: str, dtype: torch.dtype, outputs: int, columns: int, group: int, count: int
+) -> None:
+    weights, packed = random_weights(outputs, columns, group)
+    bias = torch.randn(outputs) if count % 2 else None
+    rows = (torch.randn(count, columns + 5) * 3).to(dtype)[:, :columns]
+    exact = rows.bfloat16().double() @ weights.double().T
+    exact = exact if bias is None else exact + bias
+    found = multiply_int4.on(backend)(rows, packed, bias, torch.float32)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    rounded = multiply_int4.on(backend)(rows, packed, bias, torch.bfloat16)
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.skipif(not multiplies_bfloat(), reason="a processor without products of bfloat16")
+def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
+    _, packed = random_weights(1024, 576, 32)
+    rows = torch.randn(29, 576)
+    whole = multiply_int4(rows, packed, None, torch.float32)
+    for count in (1, 2, 5, 8, 16):
+        assert multiply_int4(rows[:count], packed, None, torch.float32).equal(whole[:count])
+        assert multiply_int4(rows[-count:], packed, None, torch.float32).equal(whole[-count:])
+
+
+@each("backend", BACKENDS)
+@each("wrong", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_spoils_itself_alone(backend: str, wrong: float) -> None:
+    _, packed = random_weights(64, 64, 32)
+    rows = torch.randn(3, 64)
+    rows[1, 7] = wrong
+    found = multiply_int4.on(backend)(rows, packed, None, torch.float32)
+    assert found.isfinite().all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.skipif(not multiplies_bfloat(), reason="a processor without products of bfloat16")
+def test_rows_and_biases_that_do_not_fit_are_refused() -> None:
+    _, packed = random_weights(64, 64, 32)
+    with pytest.raises(ConfigError, match=r"rows \(2, 63\)"):
+        multiply_int4(torch.randn(2, 63), packed, None, torch.float32)
+    with pytest.raises(ConfigError, match=r"rows of torch\.float64"):
+        multiply_int4(torch.randn(2, 64).double(), packed, None, torch.float32)
+    with pytest.raises(ConfigError, match="bias"):
+        multiply_int4(torch.randn(2, 64), packed, torch.randn(32), torch.float32)

@@ -17,6 +17,8 @@ from threading import Thread
 from types import FrameType
 from typing import Any
 
+from triptych.core.config.cache_dirs import environment_variable
+
 FLUSH_S = 0.5
 """Time for the last bytes of responses to reach their clients."""
 
@@ -86,6 +88,7 @@ def _serve_run(config: str) -> None:
     import click  # noqa: PLC0415
     from ray.serve.scripts import cli  # noqa: PLC0415
 
+    _start_ray()
     try:
         cli(["run", config], standalone_mode=False)
     except click.ClickException as error:
@@ -93,6 +96,22 @@ def _serve_run(config: str) -> None:
         sys.exit(error.exit_code)
     except click.Abort as error:  # click's name for an interrupt
         raise KeyboardInterrupt from error
+
+
+def _start_ray() -> None:
+    """Connect to a running Ray, or start one without Ray's dashboard.
+
+    Its eleven processes take 200 MB, and nobody asked for them: whoever wants them starts Ray
+    first.
+    """
+    if environment_variable("RAY_ADDRESS"):  # `serve run` connects
+        return
+    import ray  # noqa: PLC0415
+
+    try:
+        ray.init("auto", namespace="serve")
+    except ConnectionError:
+        ray.init("local", namespace="serve", include_dashboard=False)
 
 
 def _tell(line: str) -> None:

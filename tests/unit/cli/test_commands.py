@@ -21,6 +21,7 @@ from triptych.cli.serving.serve_file import DEFAULT, default_serve_file
 from triptych.core.config import AppConfig
 from triptych.core.profile import Profile
 from triptych.deployments.http.keys import KeyRing
+from triptych.kvpool.pool.arena import shared_memory_dir
 
 
 @pytest.fixture
@@ -228,11 +229,7 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     save_tiny_model(tmp_path)
     started = list[list[str]]()
 
-    def begin(command: list[str]) -> int:
-        started.append(command)
-        return 0
-
-    monkeypatch.setattr("triptych.cli.serving.serve.run_interruptible", begin)
+    monkeypatch.setattr("triptych.cli.serving.serve.become", started.append)
     for name in RAY_ENVIRONMENT:
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
@@ -247,8 +244,10 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     assert '"model": "tiny"' in told
     ((program, *command),) = started
     assert program == sys.executable
-    assert command == ["-m", "triptych.deployments.serve_run", path, "30.0"]
+    module, *arguments = command[1:]
+    assert arguments == [path, "30.0", "", str(shared_memory_dir())]
     assert {name: os.environ[name] for name in RAY_ENVIRONMENT} == RAY_ENVIRONMENT
+    assert find_spec(module)
     assert find_spec("triptych.deployments.serve_run")
 
 
@@ -264,10 +263,10 @@ def test_serve_without_a_file_writes_the_defaults(
 def test_serve_of_a_wrong_file_starts_nothing(
     run: Run, serve_file: Callable[[object], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def begin(_command: list[str]) -> int:
+    def begin(_command: list[str]) -> None:
         pytest.fail("started")
 
-    monkeypatch.setattr("triptych.cli.serving.serve.run_interruptible", begin)
+    monkeypatch.setattr("triptych.cli.serving.serve.become", begin)
     assert run("serve", serve_file({"modle": {}}))[0] == 2
 
 

@@ -1,10 +1,13 @@
 """Run a child process, and pass SIGINT and SIGTERM on to it as SIGINT."""
 
 import ctypes
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 
@@ -33,6 +36,13 @@ def run_interruptible(command: Sequence[str]) -> int:
     if interrupted and status == -signal.SIGINT:
         return 0
     return status if status >= 0 else 128 - status
+
+
+def become(command: Sequence[str]) -> NoReturn:
+    """Replace this process, and with it all that it has in memory."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], list(command))
 
 
 def _begin() -> None:

@@ -2,7 +2,8 @@
 
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Annotated
 
 import typer
@@ -10,14 +11,13 @@ import typer
 from triptych.cli.checks.diagnosis import WORKER_NICENESS
 from triptych.cli.model import fetch_with_progress
 from triptych.cli.output import notes
-from triptych.cli.serving.child import run_interruptible
+from triptych.cli.serving.child import become
 from triptych.cli.serving.panel import start_panel
 from triptych.cli.serving.serve_file import default_serve_file, read_http, read_serve_file
 from triptych.cli.serving.serve_model import ModelOptions, is_config_file, write_serve_file
 from triptych.core.config.cache_dirs import set_environment_defaults, set_library_environment
 from triptych.core.errors import ConfigError
-from triptych.deployments.transport import run_dir
-from triptych.kvpool.pool.arena import remove_orphans, shared_memory_dir
+from triptych.kvpool.pool.arena import shared_memory_dir
 
 RAY_ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "triptych.deployments.proxy_errors:middlewares",
@@ -132,12 +132,18 @@ def serve(
     elif model is None and options.is_empty:
         serve_file(default_serve_file())
     else:
-        with TemporaryDirectory(prefix="triptych-serve-") as directory:
-            serve_file(write_serve_file(Path(directory), model, options))
+        directory = mkdtemp(prefix="triptych-serve-")
+        try:
+            serve_file(write_serve_file(Path(directory), model, options), directory)
+        finally:  # not reached where the server starts: it needs the directory
+            rmtree(directory, ignore_errors=True)
 
 
-def serve_file(path: Path) -> None:
-    """Check a config file, download its models if needed, and run it until the server ends."""
+def serve_file(path: Path, temporary: str = "") -> None:
+    """Check a config file, download its models if needed, and run it until the server ends.
+
+    ``temporary``: a directory that is removed then.
+    """
     apps, http = read_serve_file(path), read_http(path)
     for app in apps:
         fetch_with_progress(app.config.model.name)
@@ -148,12 +154,7 @@ def serve_file(path: Path) -> None:
     # memory; an interrupt ends the application first.
     set_library_environment()
     set_environment_defaults(RAY_ENVIRONMENT)
-    before = run_dir.all_run_dirs()
     grace_s = max(app.config.ingress.graceful_shutdown_timeout_s for app in apps)
-    module = [sys.executable, "-m", "triptych.deployments.serve_run"]
-    status = run_interruptible([*module, str(path), str(grace_s + DRAIN_MARGIN_S)])
-    run_dir.remove_left_over(before)
-    # A pool that ends while it starts leaves its pages in shared memory.
-    for directory in {app.config.pool.arena_directory or shared_memory_dir() for app in apps}:
-        remove_orphans(directory)
-    raise typer.Exit(status)
+    arenas = {str(app.config.pool.arena_directory or shared_memory_dir()) for app in apps}
+    module = [sys.executable, "-m", "triptych.cli.serving.serve_watch"]
+    become([*module, str(path), str(grace_s + DRAIN_MARGIN_S), temporary, *sorted(arenas)])

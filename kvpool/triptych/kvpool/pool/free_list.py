@@ -1,4 +1,4 @@
-"""The circular free list: ids of free pages."""
+"""The free list: ids of free pages, those that were freed last in front."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,31 +9,32 @@ PageIds = NDArray[np.int32]
 
 
 class FreeList:
-    """A ring of page ids with two counters that only grow.
+    """A stack of page ids.
 
-    ``allocated`` ids were consumed from the ring and ``freed`` ids produced into it, so
-    ``freed - allocated`` are free, and a counter's slot is the counter modulo the capacity.
-    Wrapped indices could not tell an empty ring from a full one. Pages come back in the
-    order they were freed, so a request that had consecutive pages leaves consecutive ones.
+    Pages that were freed last are allocated first. So the memory that a pool touches grows with the
+    pages in use and not with time, and the pages are in caches still. Pages are allocated in the
+    order in which they were freed, so a request that had consecutive pages leaves consecutive ones.
 
-    Source: DiffKV and LeanKV (circular free page list); monotonic counters are ours.
+    Source: DiffKV and LeanKV have a circular list, which uses each page before it uses one again
     """
 
     def __init__(self, capacity: int, *, full: bool = True) -> None:
-        self._ring: PageIds = np.arange(capacity, dtype=np.int32)
+        self._ids: PageIds = np.arange(capacity, dtype=np.int32)
+        """The free ids are the last ones."""
+        self._first = 0 if full else capacity
         self.allocated = 0
-        self.freed = capacity if full else 0
+        """How many were ever allocated."""
 
     def __len__(self) -> int:
         """How many ids are free."""
-        return self.freed - self.allocated
+        return self._ids.size - self._first
 
     @property
     def capacity(self) -> int:
-        return self._ring.size
+        return self._ids.size
 
     def allocate(self, count: int) -> PageIds:
-        """Remove the ``count`` ids that have been free longest.
+        """Remove the ``count`` ids in front.
 
         Shapes:  -> (count,)
         Raises:  PoolExhausted if fewer are free; nothing changes
@@ -42,33 +43,24 @@ class FreeList:
             raise ValueError(f"{count} pages wanted")
         if count > len(self):
             raise PoolExhausted(count, len(self))
-        ids = self._window(self.allocated, count)
+        ids = self._ids[self._first : self._first + count].copy()
+        self._first += count
         self.allocated += count
         return ids
 
     def free(self, ids: PageIds) -> None:
-        """Add ids that are not in the list; the caller knows that they are not.
+        """Put ids in front that are not in the list; the caller knows that they are not.
 
         Raises: OverflowError if there would be more ids than pages, so some came twice
         """
-        if len(self) + ids.size > self.capacity:
+        if ids.size > self._first:
             raise OverflowError(f"{ids.size} ids given to a list with {len(self)}/{self.capacity}")
-        start = self.freed % self.capacity if self.capacity else 0
-        head = min(ids.size, self.capacity - start)
-        self._ring[start : start + head] = ids[:head]
-        self._ring[: ids.size - head] = ids[head:]
-        self.freed += ids.size
+        self._ids[self._first - ids.size : self._first] = ids
+        self._first -= ids.size
 
     def peek(self) -> PageIds:
         """All free ids, those that are allocated next first; a copy."""
-        return self._window(self.allocated, len(self))
-
-    def _window(self, counter: int, count: int) -> PageIds:
-        start = counter % self.capacity if self.capacity else 0
-        head = self._ring[start : start + count]
-        if head.size == count:
-            return head.copy()
-        return np.concatenate((head, self._ring[: count - head.size]))
+        return self._ids[self._first :].copy()
 
 
 def count_outside(ids: PageIds, pages: int) -> int:

@@ -1,6 +1,4 @@
-"""The circular free list against a queue."""
-
-from collections import deque
+"""The free list against a stack."""
 
 import numpy as np
 import pytest
@@ -12,13 +10,13 @@ from triptych.kvpool.pool.free_list import FreeList, count_outside, count_repeat
 
 
 @given(capacity=st.integers(1, 12), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 13))))
-def test_behaves_as_a_queue_however_often_it_wraps(
+def test_pages_that_were_freed_last_are_allocated_first(
     capacity: int, steps: list[tuple[bool, int]]
 ) -> None:
-    free, queue, held = FreeList(capacity), deque(range(capacity)), list[int]()
+    free, stack, held = FreeList(capacity), list(range(capacity)), list[int]()
     for takes, count in steps:
-        if takes and count <= len(queue):
-            expected = [queue.popleft() for _ in range(count)]
+        if takes and count <= len(stack):
+            expected, stack = stack[:count], stack[count:]
             assert free.allocate(count).tolist() == expected
             held += expected
         elif takes:
@@ -27,9 +25,9 @@ def test_behaves_as_a_queue_however_often_it_wraps(
         else:
             given_back, held = held[:count], held[count:]
             free.free(np.array(given_back, np.int32))
-            queue.extend(given_back)
-        assert free.peek().tolist() == list(queue)
-        assert len(free) == free.freed - free.allocated == len(queue)
+            stack = given_back + stack
+        assert free.peek().tolist() == stack
+        assert len(free) == len(stack)
 
 
 def test_an_empty_list_and_a_full_list_are_not_confused() -> None:

@@ -2,7 +2,7 @@
 
 Two producers each fill a page and hand it on; two consumers attach it, read it and let it go. At
 each point each of them may die; then the pool sweeps, and the other consumer may adopt what a
-dead one held. All states that can be reached are visited, once each: 10,206.
+dead one held. All states that can be reached are visited, once each: 13,084.
 """
 
 from collections.abc import Hashable, Iterator
@@ -193,4 +193,4 @@ def ids(pages: tuple[int, ...]) -> np.ndarray:
 
 
 def test_no_interleaving_and_no_death_loses_or_shares_a_page() -> None:
-    assert explore(World.start(), {"produce", "consume", "adopt"}) == (10_206, 6_000)
+    assert explore(World.start(), {"produce", "consume", "adopt"}) == (13_084, 7_990)

@@ -20,7 +20,7 @@ from triptych.kernels.codegen.native import multiplies_bfloat
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, record_scores, score_tokens
 from triptych.kernels.draw import draw_tokens
-from triptych.kernels.int4 import Int4Tiles, multiply_int4
+from triptych.kernels.int4 import Int4Tiles, add_norm_multiply_int4, multiply_int4
 from triptych.kernels.int8 import (
     Int8Product,
     QuantizedRows,
@@ -66,6 +66,7 @@ __all__ = [
     "Section",
     "Summaries",
     "add_norm",
+    "add_norm_multiply_int4",
     "add_norm_quantize",
     "append_tokens",
     "decode_attention",
@@ -123,6 +124,7 @@ OPS: dict[str, Op[..., Any]] = {
         rotate_back,
         gate,
         multiply_int4,
+        add_norm_multiply_int4,
         quantize_rows,
         add_norm_quantize,
         gate_quantize,

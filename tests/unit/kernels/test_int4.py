@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels import Int4Tiles, multiplies_bfloat, multiply_int4
+from triptych.kernels import Int4Tiles, add_norm_multiply_int4, multiplies_bfloat, multiply_int4
 
 each = pytest.mark.parametrize
 BACKENDS = ["reference", *(["cpu"] if multiplies_bfloat() else [])]
@@ -46,6 +46,32 @@ def test_products_agree_with_those_of_expanded_weights(
     rounded = multiply_int4.on(backend)(rows, packed, bias, torch.bfloat16)
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@each("backend", BACKENDS)
+@each("count", [1, 5, 30])
+@each("is_first", [False, True])
+def test_a_norm_of_a_sum_is_multiplied_and_gated(
+    backend: str, count: int, *, is_first: bool
+) -> None:
+    levels = torch.randint(0, 16, (192, 96), dtype=torch.uint8)
+    step, middle = (torch.randn(2, 192, 3) * 0.02).bfloat16().float()
+    plain = Int4Tiles.pack(levels, step, middle)
+    gated = Int4Tiles.pack(levels, step, middle, is_gated=True)
+    assert gated.weights().equal(plain.weights())
+    hidden, norm = torch.randn(count, 96), torch.rand(96)
+    delta, before = None if is_first else torch.randn(count, 96), hidden.clone()
+    run = add_norm_multiply_int4.on(backend)
+    total, found = run(hidden, delta, norm, 1e-5, gated, None, torch.float32)
+    assert hidden.equal(before)
+    torch.testing.assert_close(total, hidden if delta is None else hidden + delta)
+    normed = torch.nn.functional.rms_norm(total, (96,), norm, 1e-5)
+    halves = (normed.bfloat16().double() @ plain.weights().double().T).chunk(2, 1)
+    exact = torch.nn.functional.silu(halves[0]) * halves[1]
+    # A norm may lie where it rounds to either of two neighbours.
+    torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=2e-3)
+    whole = run(hidden, delta, norm, 1e-5, plain, torch.ones(192), torch.float32)[1]
+    torch.testing.assert_close(whole.double(), torch.cat(halves, 1) + 1, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.skipif(not multiplies_bfloat(), reason="a processor without products of bfloat16")

@@ -36,10 +36,11 @@ from triptych.kernels.int4.layout import (
     Int4Tiles,
 )
 from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
+from triptych.kernels.pointwise.cpu import gate_row, norm_row
 
-WORDS = 13
+WORDS = 14
 COUNTER, CHUNK, TILES, ROWS, GROUPS, PIECES, PACKED, INPUTS, SUMS, OUT, OUT_KIND, WIDTH = range(12)
-BIAS = 12
+BIAS, GATED = 12, 13
 """Words of a job. Rows are in blocks of ``block_rows``, of which ``INPUTS`` has [in / 2, rows]
 pairs of bfloat16, and ``SUMS`` [groups, rows] sums of the inputs of a group."""
 
@@ -197,7 +198,7 @@ def multiply_block(packed, groups, pieces, pairs, sums, rows, results):
 
 
 @kernel
-def _multiply_tile(job, tile, results):
+def _multiply_tile(job, tile, results, gated):
     groups, pieces = job[GROUPS], job[PIECES]
     width = groups * pieces * PIECE
     packed = job[PACKED] + tile * groups * (pieces * PIECE_BYTES + GRID_BYTES)
@@ -210,7 +211,11 @@ def _multiply_tile(job, tile, results):
             line = results[at]
             if job[BIAS]:
                 line += carray(pointer(job[BIAS] + 4 * OUTPUTS * tile), OUTPUTS, np.float32)
-            write_floats(line, job[OUT], job[OUT_KIND], (row + at) * job[WIDTH] + tile * OUTPUTS)
+            if job[GATED]:
+                gate_row(line, gated)
+                line = gated
+            start = (row + at) * job[WIDTH] + tile * len(line)
+            write_floats(line, job[OUT], job[OUT_KIND], start)
         row += rows
 
 
@@ -219,41 +224,57 @@ def _work(address):
     """Take tiles from the shared counter until none is left."""
     job = carray(pointer(address), WORDS, np.int64)
     results = np.empty((MOST_ROWS, OUTPUTS), np.float32)
+    gated = np.empty(LANES, np.float32)
     while True:
         start = fetch_add(address, job[CHUNK])
         if start >= job[TILES]:
             break
         for tile in range(start, min(job[TILES], start + job[CHUNK])):
-            _multiply_tile(job, tile, results)
+            _multiply_tile(job, tile, results, gated)
+
+
+@kernel
+def _read_row(at, kind, offset, hidden, numbers):
+    """Read a row, with ``hidden`` the row of the residual stream, to which it is added there."""
+    if at:
+        read_floats(at, kind, offset, numbers)
+    if hidden:
+        total = carray(pointer(hidden), len(numbers), np.float32)
+        if at:
+            for channel in range(len(numbers)):
+                total[channel] += numbers[channel]
+        numbers[:] = total
 
 
 @kernel
 def _start(
-    body, team, threads, tiles, rows, groups, columns, packed, source, source_kind, stride, out,
-    out_kind, bias,
+    body, team, threads, tiles, rows, groups, columns, packed, source, source_kind, stride, hidden,
+    norm, epsilon, out, out_kind, width, bias, is_gated,
 ):  # fmt: skip
     pairs = np.empty(rows * columns // 2, np.uint32)
     sums = np.empty(rows * groups, np.float32)
-    numbers = np.empty(columns, np.float32)
+    numbers, normed = np.empty(columns, np.float32), np.empty(columns, np.float32)
     row = 0
     while row < rows:
         count = block_rows(rows - row)
+        near = pairs[row * columns // 2 :]
         for at in range(count):
-            read_floats(source, source_kind, (row + at) * stride, numbers)
+            line = 4 * (row + at) * columns
+            offset = (row + at) * stride
+            _read_row(source, source_kind, offset, hidden + line if hidden else 0, numbers)
+            if norm:
+                norm_row(norm, epsilon, numbers, normed)
+                numbers[:] = normed
             round_floats(numbers)
-            near = pairs[row * columns // 2 :]
             prepare_row(numbers, count, at, groups, near, sums[row * groups :])
         row += count
     job = np.empty(WORDS, np.int64)
     job[COUNTER], job[CHUNK] = 0, max(1, CHUNK_WEIGHTS // (columns * OUTPUTS))
-    job[TILES], job[ROWS], job[GROUPS], job[PIECES] = (
-        tiles,
-        rows,
-        groups,
-        columns // groups // PIECE,
-    )
+    job[TILES], job[ROWS], job[GROUPS] = tiles, rows, groups
+    job[PIECES] = columns // groups // PIECE
     job[PACKED], job[INPUTS], job[SUMS] = packed, pairs.ctypes.data, sums.ctypes.data
-    job[OUT], job[OUT_KIND], job[WIDTH], job[BIAS] = out, out_kind, tiles * OUTPUTS, bias
+    job[OUT], job[OUT_KIND], job[WIDTH], job[BIAS] = out, out_kind, width, bias
+    job[GATED] = is_gated
     run_team(team, body, job, threads if tiles * OUTPUTS * columns > FEW else 1)
     return pairs[0] + sums[0]  # numba frees an array after its last use
 
@@ -262,32 +283,75 @@ def multiply_int4(
     rows: Tensor, weights: Int4Tiles, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """See ``reference.multiply_int4``."""
+    return _run(rows, weights, bias, dtype)
+
+
+def add_norm_multiply_int4(
+    hidden: Tensor,
+    delta: Tensor | None,
+    norm: Tensor,
+    epsilon: float,
+    weights: Int4Tiles,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.add_norm_multiply_int4``."""
+    if not (norm.is_contiguous() and norm.dtype == hidden.dtype == torch.float32):
+        raise ConfigError(f"norm {norm.dtype} of {hidden.dtype}: expected dense float32")
+    if norm.shape != hidden.shape[1:] or (delta is not None and delta.shape != hidden.shape):
+        raise ConfigError(f"norm of {len(norm)} numbers for rows of {tuple(hidden.shape)}")
+    if delta is None:
+        total = hidden.contiguous()
+    else:  # rows are added in place
+        total = torch.empty_like(hidden, memory_format=torch.contiguous_format).copy_(hidden)
+    return total, _run(delta, weights, bias, dtype, total, norm, epsilon)
+
+
+def _run(
+    rows: Tensor | None,
+    weights: Int4Tiles,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    total: Tensor | None = None,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """Multiply rows, or the norm of ``total`` after they are added to it."""
     outputs, columns = weights.shape
-    if rows.dim() != 2 or rows.shape[1] != columns or rows.stride(1) != 1:
+    like = rows if rows is not None else total
+    assert like is not None
+    if like.dim() != 2 or like.shape[1] != columns or like.stride(1) != 1:
         raise ConfigError(
-            f"rows {tuple(rows.shape)}, strides {rows.stride()}: expected dense (T, {columns})"
+            f"rows {tuple(like.shape)}, strides {like.stride()}: expected dense (T, {columns})"
         )
-    if rows.dtype not in KINDS or dtype not in KINDS:
-        raise ConfigError(f"rows of {rows.dtype} to {dtype}: have {', '.join(map(str, KINDS))}")
+    if like.dtype not in KINDS or dtype not in KINDS:
+        raise ConfigError(f"rows of {like.dtype} to {dtype}: have {', '.join(map(str, KINDS))}")
     if bias is not None and (bias.shape != (outputs,) or bias.dtype != torch.float32):
         raise ConfigError(f"bias {tuple(bias.shape)} {bias.dtype}: expected float32 ({outputs},)")
-    out = torch.empty(len(rows), outputs, dtype=dtype)
-    if not len(rows):
+    if bias is not None and weights.is_gated:
+        raise ConfigError("gated weights take no bias")
+    out = torch.empty(len(like), weights.results, dtype=dtype)
+    if not len(like):
         return out
     _start(
         _work.address,
         team_address(),
         team_threads(),
         len(weights.tiles),
-        len(rows),
+        len(like),
         weights.groups,
         columns,
         weights.tiles.data_ptr(),
-        rows.data_ptr(),
-        KINDS[rows.dtype],
-        rows.stride(0),
+        0 if rows is None else rows.data_ptr(),
+        KINDS[like.dtype],
+        like.stride(0),
+        0 if total is None else total.data_ptr(),
+        0 if norm is None else norm.data_ptr(),
+        epsilon,
         out.data_ptr(),
         KINDS[dtype],
+        out.shape[1],
         0 if bias is None else bias.data_ptr(),
+        int(weights.is_gated),
     )
     return out

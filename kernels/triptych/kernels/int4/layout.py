@@ -28,14 +28,22 @@ class Int4Tiles:
     """(out / 32, bytes of a tile) uint8"""
     groups: int
     """Groups of a row of weights."""
+    is_gated: bool = False
+    """Whether the product is ``silu`` of the first half of the outputs, times the second: a tile
+    has 16 outputs of each half."""
 
     @classmethod
-    def pack(cls, levels: Tensor, step: Tensor, middle: Tensor) -> "Int4Tiles":
+    def pack(
+        cls, levels: Tensor, step: Tensor, middle: Tensor, *, is_gated: bool = False
+    ) -> "Int4Tiles":
         """Steps and middles are rounded to bfloat16.
 
         Shapes:  levels (out, in) uint8, 0 to 15; step, middle (out, groups) float32
         """
         (outputs, columns), groups = levels.shape, step.shape[1]
+        if is_gated:
+            order = torch.arange(outputs).view(2, -1, LANES).transpose(0, 1).flatten()
+            levels, step, middle = levels[order], step[order], middle[order]
         tiles, parts = outputs // OUTPUTS, columns // groups // (2 * PAIRS)
         lanes = levels.view(tiles, 2, LANES, groups, parts, PAIRS, 2)
         lanes = lanes.permute(0, 3, 4, 1, 2, 6, 5).int()
@@ -43,7 +51,12 @@ class Int4Tiles:
         codes = words.contiguous().view(torch.uint8).reshape(tiles, groups, -1)
         grids = torch.stack((step, middle), -1).bfloat16().view(tiles, OUTPUTS, groups, 2)
         grids = grids.transpose(1, 2).contiguous().view(torch.uint8).reshape(tiles, groups, -1)
-        return cls(torch.cat((grids, codes), -1).flatten(1), groups)
+        return cls(torch.cat((grids, codes), -1).flatten(1), groups, is_gated)
+
+    @property
+    def results(self) -> int:
+        """Numbers of a row of the product."""
+        return self.shape[0] // 2 if self.is_gated else self.shape[0]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,7 +74,8 @@ class Int4Tiles:
         lanes = words.view(len(parts), groups, -1, 2, LANES, 2, 1) >> _shifts() & LEVELS - 1
         levels = lanes.permute(0, 1, 3, 4, 2, 6, 5).flatten(4) - ZERO_LEVEL
         weights = levels * step + middle  # tile, group, half, lane, input of the group
-        return weights.permute(0, 2, 3, 1, 4).reshape(outputs, columns)
+        halves = weights.permute(0, 2, 3, 1, 4).reshape(-1, 2, LANES, columns)
+        return (halves.transpose(0, 1) if self.is_gated else halves).reshape(outputs, columns)
 
 
 def _shifts() -> Tensor:

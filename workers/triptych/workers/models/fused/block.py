@@ -52,6 +52,12 @@ class Block(Protocol[Delta]):
         ...
 
 
+def has_more_biases(weights: Weights, layer: str) -> bool:
+    """Whether products have biases besides those of queries, keys and values."""
+    names = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    return any(f"{layer}.{name}.bias" in weights for name in names)
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
     """An RMS norm that computes in float32."""

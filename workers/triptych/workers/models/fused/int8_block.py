@@ -17,7 +17,7 @@ from triptych.kernels import (
     quantize_rows,
 )
 from triptych.workers.models.attention_interface import LayerTraits
-from triptych.workers.models.fused.block import HeadLayout, Heads, Norm
+from triptych.workers.models.fused.block import HeadLayout, Heads, Norm, has_more_biases
 from triptych.workers.models.weights.linear import join_biases
 from triptych.workers.models.weights.plain_weights import Weights
 
@@ -64,8 +64,7 @@ class Int8Block:
     @classmethod
     def takes(cls, weights: Weights, layer: str) -> bool:
         """Whether only queries, keys and values have a bias: ``DenseBlock`` adds any."""
-        names = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-        return not any(f"{layer}.{name}.bias" in weights for name in names)
+        return not has_more_biases(weights, layer)
 
     @property
     def size_bytes(self) -> int:

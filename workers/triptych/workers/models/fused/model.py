@@ -18,6 +18,7 @@ from triptych.workers.models.facts import ModelFacts
 from triptych.workers.models.fused.block import Block, HeadLayout, Heads, Norm
 from triptych.workers.models.fused.dense_block import DenseBlock
 from triptych.workers.models.fused.head import Head
+from triptych.workers.models.fused.int4_block import Int4Block
 from triptych.workers.models.fused.int8_block import Int8Block
 from triptych.workers.models.traits import HEAD, PlainTraits
 from triptych.workers.models.vision.feature_rows import FeatureRows
@@ -210,4 +211,8 @@ def _block(
     layout = HeadLayout.of(weights, layer, shape, epsilon)
     if packing == "int8" and Int8Block.takes(weights, layer):
         return Int8Block.of(weights, layer, traits, layout, epsilon)
+    if packing in ("int4", "int4_if_exact"):
+        block = Int4Block.of(weights, layer, traits, layout, epsilon, packing)
+        if block is not None:
+            return block
     return DenseBlock.of(weights, layer, traits, layout, epsilon, packing)

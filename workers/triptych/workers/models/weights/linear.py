@@ -95,14 +95,21 @@ def pack(
     bias = join_biases(weights, biases)
     if packing == "int8":
         return Int8Linear.of(weight, bias)
-    if packing != "dense" and weight.shape[0] % INT4_OUTPUTS == 0 == weight.shape[1] % GROUP:
-        grid = fit_grid(weight) if packing == "int4" else find_grid(weight)
+    if packing != "dense":
+        grid = grid_of(weight, packing)
         if grid is not None:
             kind = Int4Linear if Int4Linear.takes(grid, weight.dtype) else TorchInt4Linear
             return kind.of(grid, bias, weight.dtype)
     if weight.device.type == "cpu" and BlockedProduct.takes(weight.dtype):
         return BlockedLinear.of(weight, bias)
     return PlainLinear(weight, bias)
+
+
+def grid_of(weight: Tensor, packing: Packing) -> Int4Grid | None:
+    """The grid on which weights are kept in 4 bits; None: they are not."""
+    if weight.shape[0] % INT4_OUTPUTS or weight.shape[1] % GROUP:
+        return None
+    return fit_grid(weight) if packing == "int4" else find_grid(weight)
 
 
 def join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:

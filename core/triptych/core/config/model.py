@@ -39,10 +39,11 @@ class ModelConfig:
     """Type of weights and activations."""
 
     quantization: Quantization = "auto"
-    """How the weights of linear layers are kept in memory: ``auto``, in 4 bits if the checkpoint
-    has 4 bits and nothing is lost, else in ``dtype``; ``none``, in ``dtype``; ``int8``, in 8 bits,
-    with inputs that are quantized to 8 bits as they come (a CPU with VNNI); ``int4``, in 4 bits,
-    with a scale and a zero point for 32 weights. 8 and 4 bits need a CPU and plain layers."""
+    """How the weights of linear layers are kept in memory: ``auto``, in 4 bits if they had
+    been quantized to 4 bits and nothing is lost, else in ``dtype``; ``none``, in ``dtype``;
+    ``int8``, in 8 bits, with inputs that are quantized to 8 bits as they come (a CPU with VNNI);
+    ``int4``, in 4 bits, with a scale and a zero point for 32 weights. 8 and 4 bits need a CPU and
+    plain layers."""
 
     max_model_len: int | Literal["auto"] = "auto"
     """Maximum tokens of prompt plus answer; ``auto``: the context that the model was trained for.

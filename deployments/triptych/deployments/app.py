@@ -20,6 +20,7 @@ from ray.serve.deployment import Application
 
 from triptych.core.config import ActorConfig, AppConfig
 from triptych.core.config.cache_dirs import environment_variable
+from triptych.core.config.machine import usable_cores
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
 from triptych.core.pages import PagePlan
@@ -59,7 +60,7 @@ def build_app(args: dict[str, object]) -> Application:
 
     Raises: ConfigError or ModelError saying what to change
     """
-    config = AppConfig.from_mapping(args)
+    config = AppConfig.from_mapping(args).on_machine(usable_cores())
     plan = make_plan(config)
     nodes = wait_for_nodes(config.node_resource, alive_nodes, at_least=config.min_nodes)
     mode: object = get_authentication_mode()  # known once Ray runs

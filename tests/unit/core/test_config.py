@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from triptych.core.config import AppConfig
-from triptych.core.config.free_memory import STEP_BYTES
+from triptych.core.config.machine import STEP_BYTES
 from triptych.core.errors import ConfigError
 
 
@@ -121,3 +121,24 @@ def test_a_model_has_the_name_that_the_user_gave_it() -> None:
     assert names("./a@b") == ("./a@b", "a@b")
     assert names("Qwen/Qwen3-0.6B", "mine") == ("mine",)
     assert names("Qwen/Qwen3-0.6B", ["mine", "gpt-4"]) == ("mine", "gpt-4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "topology"),
+    [
+        ({}, 2, "colocated"),
+        ({}, 4, "colocated"),
+        ({}, 5, "disaggregated"),
+        ({"prefill": {"actor": {"num_replicas": 2}}}, 2, "disaggregated"),
+        ({"compressor": {"autoscaling": {"max_replicas": 2}}}, 2, "disaggregated"),
+        ({"decode": {"actor": {"num_gpus": 1}}}, 2, "disaggregated"),
+        ({"decode": {"actor": {"num_replicas": 2}}}, 2, "colocated"),
+    ],
+)
+def test_the_machine_chooses_the_topology(
+    settings: dict[str, object], cores: int, topology: str
+) -> None:
+    assert AppConfig.from_mapping({"topology": "auto", **settings}).on_machine(cores).topology == (
+        topology
+    )
+    assert AppConfig.from_mapping(settings).on_machine(cores).topology == "disaggregated"

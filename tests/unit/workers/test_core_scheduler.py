@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from triptych.workers.core_scheduler import DedicatedCores, SharedCores, usable_cores
+from triptych.core.config.machine import usable_cores
+from triptych.workers.core_scheduler import DedicatedCores, SharedCores
 
 WORKER = """
 import sys, time

@@ -18,35 +18,11 @@ from pathlib import Path
 
 import torch
 
+from triptych.core.config.machine import usable_cores
 from triptych.workers.thread_team import ThreadTeam, Usage, idle_cores
 
-CGROUP = Path("/sys/fs/cgroup")
 POLL_S = 0.004
 """Interval at which a stage that yields checks whether it still has to."""
-
-
-def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores that this process can use: its CPU affinity, limited by the container's CPU quota.
-
-    A container sees all cores of its machine. With more threads than its quota, the kernel stops
-    all of them for most of every period.
-    """
-    quota = _quota(cgroup)
-    affinity = len(os.sched_getaffinity(0))
-    return affinity if quota is None else max(1, min(affinity, int(quota)))
-
-
-def _quota(cgroup: Path) -> float | None:
-    """CPU quota of this container in cores, by cgroup v2 or v1; None: no limit."""
-    try:
-        if (cgroup / "cpu.max").exists():
-            quota, period = (cgroup / "cpu.max").read_text().split()
-        else:
-            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text()
-            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text()
-    except (OSError, ValueError):
-        return None
-    return int(quota) / int(period) if quota.strip().isdigit() and int(period) > 0 else None
 
 
 class DedicatedCores:

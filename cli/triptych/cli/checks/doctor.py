@@ -54,7 +54,7 @@ def doctor(config: ConfigFile = None, as_json: JsonFlag = False) -> None:
 
 def look_around(config: AppConfig, http: HttpOptions) -> Facts:
     """Collect the facts about this machine. Creates at most an empty socket directory."""
-    from triptych.workers.core_scheduler import usable_cores
+    from triptych.core.config.machine import usable_cores
 
     needed = [text for text in requires("triptych") or [] if "extra ==" not in text]
     folders = {shared_memory_dir(), config.pool.arena_directory or shared_memory_dir()}

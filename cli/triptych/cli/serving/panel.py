@@ -41,7 +41,11 @@ def start_panel(app: ServedApp, http: HttpOptions) -> list[tuple[str, str]]:
     return [
         ("address", f"{url}/v1"),
         *([("gRPC", f"{bracketed(config.ingress.grpc_host)}:{grpc}")] if grpc else []),
-        ("model", f"{config.model.public_name}, {served} tokens of context, {config.topology}"),
+        (
+            "model",
+            f"{config.model.public_name}, {served} tokens of context, {config.topology}"
+            f"{app.topology_note}",
+        ),
         *([("warning", plan.context_warning)] if plan.context_warning else []),
         ("pages", describe_pages(plan)),
         ("precision", ", ".join(describe_precision(plan))),

@@ -8,6 +8,7 @@ import yaml
 
 from triptych.core.config import HOST, AppConfig, is_host
 from triptych.core.config.cache_dirs import writable_cache_dir
+from triptych.core.config.machine import usable_cores
 from triptych.core.errors import ConfigError
 from triptych.kvpool import bracketed
 
@@ -28,6 +29,8 @@ class ServedApp:
     name: str
     route_prefix: str
     config: AppConfig
+    topology_note: str = ""
+    """Why ``topology: auto`` became what it is; empty: it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,10 @@ def _read_app(path: str, item: dict[str, Any]) -> ServedApp:
     if not isinstance(args, dict):
         raise ConfigError(f"{path}: args={args!r}: expected a mapping")
     try:
-        config = AppConfig.from_mapping(cast("dict[str, object]", args))
+        asked, cores = AppConfig.from_mapping(cast("dict[str, object]", args)), usable_cores()
+        config = asked.on_machine(cores)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return ServedApp(str(item.get("name", "default")), str(item.get("route_prefix", "/")), config)
+    note = f" (topology: auto on {cores} cores)" if asked.topology == "auto" else ""
+    name, prefix = str(item.get("name", "default")), str(item.get("route_prefix", "/"))
+    return ServedApp(name, prefix, config, note)

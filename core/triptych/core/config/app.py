@@ -1,12 +1,12 @@
 """All settings of an application."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, cast
 
 from triptych.core.config.experimental import ExperimentalConfig
-from triptych.core.config.free_memory import pool_bytes
 from triptych.core.config.ingress import IngressConfig
+from triptych.core.config.machine import pool_bytes
 from triptych.core.config.model import ModelConfig
 from triptych.core.config.network import NetworkConfig
 from triptych.core.config.pool import PoolConfig
@@ -23,6 +23,11 @@ from triptych.core.config.stages import (
 from triptych.core.config.values import require, with_sizes
 from triptych.core.errors import ConfigError
 from triptych.core.schema import SchemaError, build
+
+Topology = Literal["auto", "disaggregated", "colocated"]
+FEW_CORES = 4
+"""On so many cores stages take turns in any case, and processes of their own have more memory and
+more messages for it."""
 
 
 class WorkerGroup(NamedTuple):
@@ -48,8 +53,10 @@ class AppConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
 
-    topology: Literal["disaggregated", "colocated"] = "disaggregated"
-    """``disaggregated``: an actor per stage; ``colocated``: the same engines in one process."""
+    topology: Topology = "disaggregated"
+    """``disaggregated``: an actor per stage; ``colocated``: the same engines in one process;
+    ``auto``: colocated where it is faster, on up to 4 cores, unless a stage before decode has
+    settings of its actors, autoscaling or a GPU."""
 
     node_resource: str = ""
     """A custom Ray resource: every actor of this application runs on nodes that have it. Empty: on
@@ -88,7 +95,7 @@ class AppConfig:
 
     def __post_init__(self) -> None:
         require(self.min_nodes >= 1, "min_nodes", self.min_nodes, ">= 1")
-        fits = self.router.roles == "both" or self.topology == "colocated"
+        fits = self.router.roles == "both" or self.topology != "disaggregated"
         expected = "'both', or topology: colocated (other workers have the role of their stage)"
         require(fits, "router.roles", self.router.roles, expected)
         on_gpus = [name for name, group in self.worker_groups().items() if group.actor.num_gpus]
@@ -100,6 +107,25 @@ class AppConfig:
             if scaling.is_on:
                 self._check_shards(f"{stage}.autoscaling.min_replicas", scaling.min_replicas)
                 self._check_shards(f"{stage}.autoscaling.max_replicas", scaling.max_replicas)
+
+    def on_machine(self, cores: int) -> "AppConfig":
+        """These settings with the topology that ``auto`` stands for on so many cores.
+
+        Raises: ConfigError if that topology does not fit the other settings
+        """
+        if self.topology != "auto":
+            return self
+        default = AppConfig()
+        is_plain = all(
+            (mine.actor, mine.autoscaling) == (usual.actor, usual.autoscaling)
+            for mine, usual in (
+                (self.encode, default.encode),
+                (self.prefill, default.prefill),
+                (self.compressor, default.compressor),
+            )
+        )
+        is_small = cores <= FEW_CORES and not self.decode.actor.num_gpus
+        return replace(self, topology="colocated" if is_plain and is_small else "disaggregated")
 
     @property
     def _deployed(self) -> dict[str, tuple[ActorConfig, AutoscalingConfig]]:

@@ -1,4 +1,4 @@
-"""Measures memory for ``pool.kv_cache_memory_bytes: auto``."""
+"""What this machine has: memory for ``pool.kv_cache_memory_bytes: auto``, and cores."""
 
 import os
 from contextlib import suppress
@@ -10,7 +10,7 @@ STEP_BYTES = 64 * MIB
 PART = 4
 """One part in so many of the memory that is free is for pages: weights, activations and the
 replicas of all stages need some too."""
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def pool_bytes(arena_path: str = "") -> int:
@@ -34,8 +34,8 @@ def _free_memory() -> int:
         line = next(line for line in text.splitlines() if line.startswith("MemAvailable:"))
         free = int(line.split()[1]) * 1024
     with suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
-        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+        limit = int((CGROUP / "memory.max").read_text(encoding="ascii"))
+        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
         free = min(free, max(limit - used, 0))
     return free
 
@@ -46,3 +46,27 @@ def _free_disk(directory: Path) -> int:
         directory = directory.parent
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores that this process can use: its CPU affinity, limited by the container's CPU quota.
+
+    A container sees all cores of its machine. With more threads than its quota, the kernel stops
+    all of them for most of every period.
+    """
+    quota = _quota(cgroup)
+    affinity = len(os.sched_getaffinity(0))
+    return affinity if quota is None else max(1, min(affinity, int(quota)))
+
+
+def _quota(cgroup: Path) -> float | None:
+    """CPU quota of this container in cores, by cgroup v2 or v1; None: no limit."""
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text()
+    except (OSError, ValueError):
+        return None
+    return int(quota) / int(period) if quota.strip().isdigit() and int(period) > 0 else None

@@ -63,7 +63,7 @@ def test_a_worker_may_die_at_any_line_of_an_expiry(
     stages: Stages, whole: dict[str, list[int]]
 ) -> None:
     total = lines_of_a_run(stages, EXPIRY)
-    for lines in range(total // 2, total, max(1, total // 40)):
+    for lines in range(total // 2, total, max(1, total // 20)):
         die_and_go_on(stages, whole, lines, EXPIRY)
 
 

@@ -9,11 +9,13 @@ from numba import carray
 
 from triptych.kernels.codec.float8 import from_float8, power_above, to_float8
 from triptych.kernels.codegen.numba_runtime import (
+    LANES,
     from_half,
     inlined,
     kernel,
+    largest_of,
     pointer,
-    summing_kernel,
+    smallest_of,
     to_half,
 )
 
@@ -79,8 +81,8 @@ def decode(part, page, row, codes, numbers):
     for group in range(part.groups):
         metadata = _metadata(part, page, row, group)
         scale, zero = from_half(metadata[0]), from_half(metadata[1])
-        for channel in range(group * width, (group + 1) * width):
-            numbers[channel] = number_of(codes[channel], part.kind == FLOAT8) * scale + zero
+        inside = slice(group * width, (group + 1) * width)
+        _numbers_of(codes[inside], part.kind == FLOAT8, scale, zero, numbers[inside])
     if part.scales:
         scales = carray(pointer(page + part.scales), len(numbers), np.uint16)
         for channel in range(len(numbers)):
@@ -100,9 +102,14 @@ def _decode_by_channel(part, page, row, codes, numbers):
 
 
 @inlined
-def number_of(code, is_float):
-    """The number that a code stands for, before scale and zero."""
-    return from_float8(code) if is_float else np.float32(code)
+def _numbers_of(codes, is_float, scale, zero, numbers):
+    """Numbers of the codes of a group; a loop for each kind, so that both vectorize."""
+    if is_float:
+        for channel in range(len(codes)):
+            numbers[channel] = from_float8(codes[channel]) * scale + zero
+    else:
+        for channel in range(len(codes)):
+            numbers[channel] = np.float32(codes[channel]) * scale + zero
 
 
 @inlined
@@ -112,7 +119,7 @@ def recode(conversion, source, read_page, read_row, target, write_page, write_ro
         _copy(source, read_page, read_row, target, write_page, write_row, len(numbers))
     elif conversion == NARROW:
         unpack(source, read_page + source.codes + read_row * source.token_stride, codes)
-        ratio = np.uint32((2**source.bits - 1) // (2**target.bits - 1))
+        ratio = np.uint32(((1 << source.bits) - 1) // ((1 << target.bits) - 1))
         # A multiplication and a shift divide codes up to 255 exactly, and can be vectorized.
         half, inverse = ratio // np.uint32(2), np.uint32(65536) // ratio + np.uint32(1)
         for channel in range(len(codes)):
@@ -146,9 +153,9 @@ def round_vector(numbers, codes, metadata, bits, groups, is_float, times):
             inside = slice(group * width, (group + 1) * width)
             quantize(numbers[inside], codes[inside], bits, is_float, metadata)
             scale, zero = from_half(metadata[0]), from_half(metadata[1])
+            _numbers_of(codes[inside], is_float, scale, zero, numbers[inside])
             for channel in range(group * width, (group + 1) * width):
-                number = number_of(codes[channel], is_float) * scale + zero
-                numbers[channel] = from_half(to_half(_saturate(number)))
+                numbers[channel] = from_half(to_half(_saturate(numbers[channel])))
 
 
 @inlined
@@ -184,7 +191,7 @@ def unpack(part, at, codes):
     """Unpack bytes at address ``at`` to codes; the inverse of ``pack``."""
     count = len(codes) * part.bits // 8
     packed = carray(pointer(at), count * part.byte_stride, np.uint8)
-    mask = np.uint8(2**part.bits - 1)
+    mask = np.uint8((1 << part.bits) - 1)
     for share in range(8 // part.bits):
         shift = share * part.bits
         for index in range(count):
@@ -224,7 +231,7 @@ def quantize(numbers, codes, bits, is_float, metadata):
         return
     low, high = _range(numbers)
     low, high = _saturate(low), _saturate(high)
-    top = np.float32(2**bits - 1)
+    top = np.float32((1 << bits) - 1)  # 2**bits would be a loop
     metadata[0], metadata[1] = to_half((high - low) / top), to_half(low)
     scale, zero = from_half(metadata[0]), from_half(metadata[1])
     if not (scale > 0 and np.isfinite(scale)):
@@ -233,7 +240,8 @@ def quantize(numbers, codes, bits, is_float, metadata):
         return
     for channel in range(len(numbers)):
         step = np.rint((_saturate(numbers[channel]) - zero) / scale)
-        codes[channel] = np.uint8(min(max(step, np.float32(0.0)), top))
+        # To int32 first: a conversion of floats to bytes goes by way of int64.
+        codes[channel] = np.uint8(np.int32(min(max(step, np.float32(0.0)), top)))
 
 
 @kernel
@@ -252,11 +260,16 @@ def _quantize_floats(numbers, codes, metadata):
         codes[channel] = to_float8(min(max(step, -FLOAT8_MAX), FLOAT8_MAX))
 
 
-@summing_kernel
+@kernel
 def _range(numbers):
-    """The smallest and the largest number of a vector."""
+    """The smallest and the largest number of a vector; NaN if the first one is."""
     low = high = numbers[0]
-    for number in numbers:
+    whole = len(numbers) // LANES if low == low else 0
+    if whole:
+        low = smallest_of(numbers.ctypes.data, whole)
+        high = largest_of(numbers.ctypes.data, whole)
+    for channel in range(whole * LANES, len(numbers)):
+        number = numbers[channel]
         low = number if number < low else low
         high = number if number > high else high
     return low, high

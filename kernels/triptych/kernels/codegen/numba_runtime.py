@@ -24,6 +24,7 @@ from numba.extending import intrinsic
 from triptych.core.config.cache_dirs import can_write, writable_cache_dir
 from triptych.kernels.codegen.simd import POINTER, Emitter, vector
 
+LANES = 16
 _KERNELS = Path(__file__).parents[1]
 
 
@@ -196,7 +197,39 @@ def prefetch(typing_context, address):
     return types.void(types.int64), emit
 
 
-LANES = 16
+@intrinsic
+def largest_of(typing_context, address, vectors):
+    """The largest number of whole vectors of floats; NaN counts as none."""
+
+    def emit(context, builder, signature, arguments):
+        emitter = Emitter(builder)
+        found = _fold(emitter, arguments, float("-inf"), emitter.maximum)
+        return emitter.largest(found)
+
+    return types.float32(types.int64, types.int64), emit
+
+
+@intrinsic
+def smallest_of(typing_context, address, vectors):
+    """The smallest number of whole vectors of floats; NaN counts as none."""
+
+    def emit(context, builder, signature, arguments):
+        emitter = Emitter(builder)
+        found = _fold(emitter, arguments, float("inf"), emitter.minimum)
+        return emitter.smallest(found)
+
+    return types.float32(types.int64, types.int64), emit
+
+
+def _fold(emitter, arguments, start, pick):
+    """``pick`` of all vectors from an address on, lane by lane."""
+    kind, build = vector(ir.FloatType(), LANES), emitter.build
+    first = build.inttoptr(arguments[0], POINTER)
+    found = emitter.variable(ir.Constant(kind, [start] * LANES))
+    with emitter.loop(arguments[1]) as index:
+        place = emitter.byte(first, build.mul(index, ir.IntType(64)(4 * LANES)))
+        build.store(pick(emitter.load(place, kind), build.load(found, typ=kind)), found)
+    return build.load(found, typ=kind)
 
 
 @intrinsic(prefer_literal=True)

@@ -101,6 +101,10 @@ class Emitter:
         """The larger number of each lane; ``right`` where ``left`` is NaN."""
         return self.build.select(self.build.fcmp_ordered(">", left, right), left, right)
 
+    def minimum(self, left: Value, right: Value) -> Value:
+        """The smaller number of each lane; ``right`` where ``left`` is NaN."""
+        return self.build.select(self.build.fcmp_ordered("<", left, right), left, right)
+
     def total(self, values: Value) -> Value:
         """The sum of all lanes."""
         add = self._intrinsic("llvm.vector.reduce.fadd", values, (FLOAT, values.type))
@@ -109,6 +113,11 @@ class Emitter:
     def largest(self, values: Value) -> Value:
         """The largest lane; no lane may be NaN."""
         pick = self._intrinsic("llvm.vector.reduce.fmax", values, (values.type,))
+        return self.build.call(pick, [values], fastmath=("nnan",))
+
+    def smallest(self, values: Value) -> Value:
+        """The smallest lane; no lane may be NaN."""
+        pick = self._intrinsic("llvm.vector.reduce.fmin", values, (values.type,))
         return self.build.call(pick, [values], fastmath=("nnan",))
 
     def exp2(self, power: Value) -> Value:

@@ -20,6 +20,7 @@ from triptych.kernels.codegen.numba_runtime import (
     LANES,
     fetch_add,
     kernel,
+    largest_of,
     pointer,
     run_team,
     team_address,
@@ -90,23 +91,6 @@ def _start(
 
 
 @intrinsic
-def _largest(typing_context, row, vectors):
-    """The largest number of a row of whole vectors."""
-
-    def emit(context, builder, signature, arguments):
-        emitter, kind = Emitter(builder), vector(ir.FloatType(), LANES)
-        first = builder.inttoptr(arguments[0], POINTER)
-        most = emitter.variable(ir.Constant(kind, [float("-inf")] * LANES))
-        with emitter.loop(arguments[1]) as index:
-            place = emitter.byte(first, builder.mul(index, ir.IntType(64)(4 * LANES)))
-            numbers = emitter.load(place, kind)
-            builder.store(emitter.maximum(numbers, builder.load(most, typ=kind)), most)
-        return emitter.largest(builder.load(most, typ=kind))
-
-    return types.float32(types.int64, types.int64), emit
-
-
-@intrinsic
 def _exponentiate(typing_context, row, vectors, factor, shift):
     """2**(number * factor - shift) in place, 0 where a number is ``HIDDEN``.
 
@@ -145,7 +129,7 @@ def finish_row(numbers, limit, scale, sink, sums):
     for column in range(limit, vectors * LANES):
         numbers[column] = np.float32(HIDDEN)
     factor = scale * LOG2_E
-    most, rest = _largest(at, vectors) * factor, ZERO
+    most, rest = largest_of(at, vectors) * factor, ZERO
     if sink:
         number = carray(pointer(sink), 1, np.float32)[0] * LOG2_E
         most = max(most, number)

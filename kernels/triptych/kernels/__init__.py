@@ -29,6 +29,7 @@ from triptych.kernels.int8 import (
     gate_quantize,
     quantize_rows,
 )
+from triptych.kernels.logits import recompute_largest
 from triptych.kernels.op import Op, observe_ops
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
@@ -86,6 +87,7 @@ __all__ = [
     "plan_tokens",
     "prefill_attention",
     "quantize_rows",
+    "recompute_largest",
     "record_scores",
     "rms_norm",
     "rotate",
@@ -128,6 +130,7 @@ OPS: dict[str, Op[..., Any]] = {
         quantize_rows,
         add_norm_quantize,
         gate_quantize,
+        recompute_largest,
         draw_tokens,
     )
 }

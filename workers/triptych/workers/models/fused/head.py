@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triptych.kernels import recompute_largest
 from triptych.workers.models.weights.linear import Int8Linear, Linear
 
 EXACT_LOGITS = 64
@@ -34,9 +35,7 @@ class Head:
         logits = self.rough(hidden.to(self.weight.dtype)).float()
         if self.is_exact:
             return logits
-        ids = logits.topk(min(EXACT_LOGITS, logits.shape[1]), dim=-1).indices
-        exact = torch.einsum("ne,nke->nk", hidden, self.weight[ids].float())
-        return logits.scatter(1, ids, exact)
+        return recompute_largest(logits, hidden, self.weight, EXACT_LOGITS)
 
     @property
     def is_exact(self) -> bool:

@@ -159,8 +159,9 @@ def _kept(ledger: PoolStats) -> Iterator[str]:
     """Lines about the prefix cache: memory, sharing, sessions and disk."""
     prefix, disk = ledger.prefix, ledger.disk
     if prefix.blocks or prefix.asked_tokens:
+        windows = f" and {prefix.windows} window entries" if prefix.windows else ""
         yield (
-            f"prefixes in memory: {prefix.blocks} blocks, {prefix.bytes / MIB:.1f} MiB, "
+            f"prefixes in memory: {prefix.blocks} blocks{windows}, {prefix.bytes / MIB:.1f} MiB, "
             f"{prefix.borrowed_bytes / MIB:.1f} MiB lent to requests, "
             f"{prefix.hit_tokens} of {prefix.asked_tokens} tokens known, "
             f"{prefix.evictions} evicted"

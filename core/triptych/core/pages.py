@@ -61,6 +61,8 @@ class PagePlan:
     """Whether requests read pages of cached prefixes in place instead of copying them."""
     repeatable_prompts: bool = False
     """Whether the tokens of an answer are the same, whatever of its prompt was cached."""
+    keeps_answers: bool = False
+    """Whether outputs are put into the prefix cache, those of conversations or all."""
     head_budgets: bytes = b""
     """Share of pages that each head row reads in a decode step (``core.head_budgets``); empty: all
     head rows read the same share."""
@@ -101,6 +103,7 @@ class PagePlan:
             default,
             share_pages=config.pool.share_pages,
             repeatable_prompts=config.pool.repeatable_prompts,
+            keeps_answers=config.pool.keep_answers != "never",
             head_budgets=_head_budgets(config, profile),
             key_order="token" if config.decode.actor.num_gpus else "channel",
             others=tuple(others),
@@ -375,6 +378,29 @@ class PagePlan:
         return 0 if is_own else self.block_tokens
 
     @property
+    def publishes_answers(self) -> bool:
+        """Whether outputs of the method can be in the prefix cache.
+
+        A policy that needs significance but does not score output tokens would classify them
+        wrongly in the next turn.
+        """
+        is_judged = self.policy.needs_significance and not self.policy.score_every
+        return self.caches_prompts and not is_judged
+
+    @property
+    def window_blocks(self) -> int:
+        """Last blocks of a cached prefix that layers with a sliding window read; 0: none do.
+
+        Their pages are in the window entry of a block, those of the other layers in the block.
+        """
+        return -(-(max(self.windows) - 1) // self.block_tokens)
+
+    @property
+    def _keeps_last_blocks(self) -> bool:
+        """Whether layers with a sliding window keep what the next turn of a conversation reads."""
+        return self.keeps_answers and self.publishes_answers
+
+    @property
     def shares(self) -> bool:
         """Whether a request may read pages of a cached prefix in place.
 
@@ -449,7 +475,10 @@ class PagePlan:
 
     @property
     def prefix_blocks(self) -> int:
-        """Blocks that ``prefix_bytes`` holds, computed with the size of any but the first block."""
+        """Blocks that ``prefix_bytes`` holds, computed with the size of any but the first block.
+
+        It holds more once window entries have been evicted.
+        """
         return self.prefix_bytes // (self.block_pages(1) * self.page_bytes)
 
     @property
@@ -462,9 +491,12 @@ class PagePlan:
         return min(wanted, self.block_tokens // self.raw.tokens) if self.policy.is_quantized else 0
 
     def block_pages(self, index: int) -> int:
-        """Pages of all head rows of the block with this index in a prefix."""
-        sink = self.block_sink_pages if index == 0 else 0
-        return self.geometry.head_rows * (BLOCK_PAGES + sink)
+        """Pages of the block with this index in a prefix, and of its window entry."""
+        return self.geometry.head_rows * self.block_row_pages(index)
+
+    def block_row_pages(self, index: int) -> int:
+        """Pages of a head row of the block with this index in a prefix."""
+        return BLOCK_PAGES + (self.block_sink_pages if index == 0 else 0)
 
     def most_pages(self, tokens: int) -> int:
         """Most pages of ``tokens`` encoded tokens of a head row, in any two classes."""
@@ -474,21 +506,39 @@ class PagePlan:
     def visible_tokens(self, tokens: int, window: int) -> int:
         """Those of ``tokens`` encoded tokens of a head row that later tokens read.
 
-        The next token reads ``window - 1`` tokens before it, of which at least
-        ``policy.window_tokens`` are in recent pages. All of them without a window (0).
+        At least ``policy.window_tokens`` of what ``first_read`` names are in recent pages. All of
+        them without a window (0).
         """
         if not window:
             return tokens
-        return min(tokens, max(0, window - 1 - self.policy.window_tokens))
+        reads = window - 1
+        if self._keeps_last_blocks:
+            reads = max(reads, (self.window_blocks + 1) * self.block_tokens - 1)
+        return min(tokens, max(0, reads - self.policy.window_tokens))
+
+    def first_read(self, tokens: int, window: int) -> int:
+        """The first position that is read later in a layer with a sliding window; 0 without one.
+
+        ``tokens``: length of the sequence so far.
+
+        The next token reads ``window - 1`` tokens before it. If outputs are cached, the next turn
+        may go on behind the last whole block, and reads the blocks of the window before it.
+        """
+        if not window:
+            return 0
+        first = max(0, tokens - window + 1)
+        if not self._keeps_last_blocks:
+            return first
+        blocks = max(0, tokens // self.block_tokens - self.window_blocks)
+        return min(first, blocks * self.block_tokens)
 
     def first_kept(self, tokens: int, window: int) -> int:
         """The first position of a prompt of ``tokens`` tokens whose token the pages of a layer with
         a sliding window keep; 0 without one (0).
 
-        The next token reads it first. Tokens that are encoded together are kept or dropped
-        together.
+        Tokens that are encoded together are kept or dropped together.
         """
-        first = max(0, tokens - window + 1) if window else 0
+        first = self.first_read(tokens, window)
         if self.codes_whole_pages:
             behind = max(0, first - self.sink_tokens)
             return min(first, self.sink_tokens + behind // self.high.tokens * self.high.tokens)

@@ -17,11 +17,13 @@ from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixSetti
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
 from triptych.kvpool.rpc.gateway import PoolAddress, guest_name, is_guest
+from triptych.kvpool.rpc.local_pool import OWN_WORKERS
 from triptych.kvpool.rpc.server import PoolServer
 from triptych.kvpool.transfer.fetcher import Fetcher
 from triptych.kvpool.transfer.page_stream import bracketed
 
 __all__ = [
+    "OWN_WORKERS",
     "PREFIX_WORKER",
     "About",
     "Access",

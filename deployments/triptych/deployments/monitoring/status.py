@@ -163,6 +163,7 @@ def _gauges_of(pool: PoolStats) -> dict[str, float]:
         'triptych_prefix_lookups{result="hit"}': float(prefix.hits),
         'triptych_prefix_lookups{result="miss"}': float(prefix.misses),
         "triptych_prefix_blocks": float(prefix.blocks),
+        "triptych_prefix_window_entries": float(prefix.windows),
         "triptych_prefix_bytes": float(prefix.bytes),
         "triptych_prefix_lent_bytes": float(prefix.borrowed_bytes),
         "triptych_prefix_evictions": float(prefix.evictions),

@@ -7,7 +7,7 @@ from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.replicas.memory_tuning import tune_memory
 from triptych.deployments.transport import run_dir
 from triptych.deployments.transport.node_context import NodeContext
-from triptych.kvpool import PREFIX_WORKER, PoolServer, PrefixSettings, is_guest
+from triptych.kvpool import OWN_WORKERS, PoolServer, PrefixSettings, is_guest
 
 LEAVING_S = 5.0
 """How long a pool that is shut down waits for the workers of its node to exit first, after the
@@ -54,8 +54,8 @@ class PoolReplica:
         self._node.run_dir.leave()
 
     def _has_workers(self) -> bool:
-        """Whether workers of this node are connected, the prefix cache and guests aside."""
+        """Whether workers of this node are connected, the pool's own and guests aside."""
         lines = self._server.stat().workers
         return any(
-            line.pid and line.name != PREFIX_WORKER and not is_guest(line.name) for line in lines
+            line.pid and line.name not in OWN_WORKERS and not is_guest(line.name) for line in lines
         )

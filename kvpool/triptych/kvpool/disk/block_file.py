@@ -66,12 +66,13 @@ class ObjectMeta:
     key: bytes
     """Of the block; SHA-256, as are the other digests."""
     parent: bytes
-    """Key of the block before, or for a first block the digest of the namespace."""
+    """Key of the block before, or for a first block the digest of the namespace; of a window
+    entry, that of its block."""
     namespace: bytes
     """Digest of tenant salt, model, revision and codec profile: who may read it, and what the
     bytes of its pages mean."""
     tokens: bytes
-    """Token ids of the block, little-endian int32."""
+    """Token ids of the block, little-endian int32; of a window entry none."""
     tenant: str
     """The tenant whose quota it counts against."""
     pages: int
@@ -83,8 +84,8 @@ class ObjectMeta:
         digests = (self.key, self.parent, self.namespace)
         if any(len(digest) != DIGEST_BYTES for digest in digests):
             raise ValueError(f"keys and digests have {DIGEST_BYTES} bytes")
-        if self.pages < 1 or self.page_bytes < 1 or len(self.tokens) % 4:
-            raise ValueError("expected pages, and tokens of four bytes each")
+        if self.pages < 0 or self.page_bytes < 1 or len(self.tokens) % 4:
+            raise ValueError("expected a number of pages, and tokens of four bytes each")
         if not (math.isfinite(self.seconds) and self.seconds >= 0):
             raise ValueError(f"a block that took {self.seconds} s")
 

@@ -19,6 +19,7 @@ from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.stats import DISK_SKIPS, DiskStats
 from triptych.kvpool.prefix.blocks import Block, BlockKey, Namespace, Pin, Publication, TokenIds
 from triptych.kvpool.prefix.cache import PrefixCache
+from triptych.kvpool.prefix.nodes import usable_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -105,18 +106,35 @@ class Coming:
     """Seconds to compute them: a request should not wait longer than this."""
 
 
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    """A block of a prompt, or the window entry of one, that is on disk and not resident."""
+
+    meta: ObjectMeta
+    end: int
+    """Blocks of the prompt up to this one, or up to that which it is the window entry of."""
+
+    @property
+    def key(self) -> BlockKey:
+        return BlockKey(self.meta.key)
+
+    @property
+    def is_window(self) -> bool:
+        return not self.meta.tokens
+
+
 @dataclass(slots=True, eq=False)
 class _Restore:
-    """A run of blocks that are read from disk one after the other."""
+    """A run of blocks and window entries that are read from disk one after the other."""
 
     namespace: Namespace
     tokens: TokenIds
-    """Of the prompt, up to the last of these blocks."""
+    """Of the prompt."""
     tenant: str
-    metas: list[ObjectMeta]
+    entries: Sequence[_OnDisk]
     pages: list[PageIds]
-    pin: Pin | None
-    """On the resident blocks before those that are still to come."""
+    pins: list[Pin]
+    """On the resident blocks before those that are still to come, and on window entries."""
     arrived: int = 0
 
 
@@ -138,8 +156,8 @@ class DiskTier:
 
     def __init__(self, cache: PrefixCache, disk: Disk, lock: threading.Lock) -> None:
         self._cache, self._disk, self._lock = cache, disk, lock
-        self._coming = dict[BlockKey, float]()
-        """Seconds that each block on its way is worth."""
+        self._coming = dict[BlockKey, ObjectMeta]()
+        """Blocks and window entries that are on their way."""
         self._staged_bytes = 0
         self._skipped = dict.fromkeys(DISK_SKIPS, 0)
         self._fault, self._complained_s = "", float("-inf")
@@ -211,11 +229,34 @@ class DiskTier:
         """
         tokens = tokens[:-1]
         keys = self._cache.keys(namespace, tokens)
-        rest = keys[self._cache.resident(namespace, tokens) :]
-        if rest and rest[0] not in self._coming:
-            self._begin(namespace, tokens, tenant, keys, len(keys) - len(rest))
-        coming = list(takewhile(self._coming.__contains__, rest))
-        return Coming(len(coming), sum(self._coming[key] for key in coming))
+        wanted = self._wanted(namespace, tokens, keys)
+        if wanted and wanted[0].key not in self._coming:
+            self._begin(namespace, tokens, tenant, keys, wanted)
+        coming = list(takewhile(self._coming.__contains__, (one.key for one in wanted)))
+        return Coming(len(coming), sum(self._coming[key].seconds for key in coming))
+
+    def _wanted(
+        self, namespace: Namespace, tokens: TokenIds, keys: Sequence[BlockKey]
+    ) -> list[_OnDisk]:
+        """What must be loaded for the longest prefix that memory and disk have together.
+
+        First blocks, then window entries of the last ones, if requests need them.
+        """
+        first = self._cache.resident(namespace, tokens)
+        metas = self._found(namespace, tokens, keys, first)
+        blocks = [_OnDisk(meta, end) for end, meta in enumerate(metas, first + 1)]
+        if not namespace.window_blocks:
+            return blocks
+        resident = [*self._cache.windows(namespace, tokens), *(False for _ in blocks)]
+        windows = {
+            end: _OnDisk(meta, end)
+            for end, (is_there, key) in enumerate(zip(resident, keys, strict=False), 1)
+            if not is_there and (meta := self._window(namespace, key)) is not None
+        }
+        are_there = [is_there or end in windows for end, is_there in enumerate(resident, 1)]
+        length = max(usable_lengths(are_there, namespace.window_blocks), default=0)
+        last = range(max(0, length - namespace.window_blocks) + 1, length + 1)
+        return [*blocks[: max(0, length - first)], *(windows[n] for n in last if n in windows)]
 
     def _begin(
         self,
@@ -223,23 +264,21 @@ class DiskTier:
         tokens: TokenIds,
         tenant: str,
         keys: Sequence[BlockKey],
-        first: int,
+        wanted: Sequence[_OnDisk],
     ) -> None:
         """Reserve pages for blocks on disk, as many as fit, and queue the reads."""
-        metas = list(self._found(namespace, tokens, keys, first))
-        if not metas:
-            return
+        first = min(self._cache.resident(namespace, tokens), max(one.end for one in wanted))
         pin = self._cache.pin(keys[first - 1]) if first else None
-        pages, evicted = self._cache.expect(tenant, [meta.pages for meta in metas])
+        pages, evicted = self._cache.expect(tenant, [one.meta.pages for one in wanted])
         self.evicted(evicted)
-        end = (first + len(pages)) * self._cache.block_tokens_of(namespace)
-        run = _Restore(namespace, tokens[:end], tenant, metas[: len(pages)], pages, pin)
+        entries, pins = wanted[: len(pages)], [pin] if pin else []
+        run = _Restore(namespace, tokens, tenant, entries, pages, pins)
         if not pages:
             self._give_up(run)
             return
-        for meta in run.metas:
-            self._coming[BlockKey(meta.key)] = meta.seconds
-        nbytes = sum(meta.pages for meta in run.metas) * self._disk.tier.page_bytes
+        for one in run.entries:
+            self._coming[one.key] = one.meta
+        nbytes = sum(one.meta.pages for one in run.entries) * self._disk.tier.page_bytes
         try:
             self._disk.mover.submit(lambda: self._load(run), nbytes, urgent=True)
         except PoolError:
@@ -253,55 +292,69 @@ class DiskTier:
         space, pieces = namespace.digest(), self._cache.cut(namespace, tokens)
         parent = keys[first - 1] if first else space
         for key, piece in zip(keys[first:], pieces[first:], strict=True):
-            meta = self._disk.tier.describe(key)
+            meta = self._meta(key)
             if meta is None or (meta.namespace, meta.parent, meta.tokens) != (space, parent, piece):
                 return
             yield meta
             parent = key
 
+    def _window(self, namespace: Namespace, block: BlockKey) -> ObjectMeta | None:
+        """The window entry of a block, if it is on disk."""
+        meta = self._meta(self._cache.window_key(block))
+        if meta is None or (meta.namespace, meta.parent) != (namespace.digest(), block):
+            return None
+        return None if meta.tokens else meta
+
+    def _meta(self, key: BlockKey) -> ObjectMeta | None:
+        """The description of an object on disk, or of one that is on its way and gone there."""
+        return self._coming.get(key) or self._disk.tier.describe(key)
+
     def _load(self, run: _Restore) -> None:
         try:
-            for meta, ids in zip(run.metas, run.pages, strict=True):
-                if self._disk.tier.load(meta.key, page_runs(self._disk.pages, ids)) is None:
+            for one, ids in zip(run.entries, run.pages, strict=True):
+                if self._disk.tier.load(one.key, page_runs(self._disk.pages, ids)) is None:
                     break
                 with self._lock:
-                    self._arrive(run, meta, ids)
+                    self._arrive(run, one, ids)
         except PoolError as error:
             self._complain(error)
         finally:
             with self._lock:
                 self._give_up(run)
 
-    def _arrive(self, run: _Restore, meta: ObjectMeta, ids: PageIds) -> None:
-        """Make a block resident, and pin it until the next one is; the last one is not pinned."""
-        left = len(run.metas) - run.arrived - 1
-        behind = left * self._cache.block_tokens_of(run.namespace)
+    def _arrive(self, run: _Restore, one: _OnDisk, ids: PageIds) -> None:
+        """Make a block or a window entry resident, and pin it until the last one is.
+
+        The pin of a block covers those before it.
+        """
         new = Publication(
             namespace=run.namespace,
-            tokens=run.tokens[: len(run.tokens) - behind],
+            tokens=run.tokens[: one.end * self._cache.block_tokens_of(run.namespace)],
             blocks=[ids],
-            seconds=meta.seconds,
+            seconds=one.meta.seconds,
             tenant=run.tenant,
+            are_windows=one.is_window,
         )
         run.arrived += 1
-        del self._coming[BlockKey(meta.key)]
+        del self._coming[one.key]
         pin = self._cache.arrive(new)
-        self._let_go(run)
-        run.pin = pin
-        if run.arrived == len(run.metas):
+        if not one.is_window:
+            self._let_go(run)
+        run.pins += [pin] if pin else []
+        if run.arrived == len(run.entries):
             self._let_go(run)
 
     def _give_up(self, run: _Restore) -> None:
         """Release the pin and the pages of a restore that ends."""
-        for meta in run.metas[run.arrived :]:
-            self._coming.pop(BlockKey(meta.key), None)
+        for one in run.entries[run.arrived :]:
+            self._coming.pop(one.key, None)
         self._cache.expect_no_more(run.tenant, run.pages[run.arrived :])
         self._let_go(run)
 
     def _let_go(self, run: _Restore) -> None:
-        if run.pin:
-            self._cache.unpin(run.pin)
-            run.pin = None
+        for pin in run.pins:
+            self._cache.unpin(pin)
+        run.pins = []
 
     # -------------------------------------------------------------- reports
 

@@ -38,8 +38,8 @@ def shared_memory_dir() -> Path:
 class Arena:
     """A region of ``pages`` x ``page_bytes`` that any process of this user and machine can map.
 
-    The whole file is reserved when it is created: without that, a full ``/dev/shm`` would kill
-    the first process that writes. Its owner locks it for as long as it lives. The kernel drops the
+    The file is reserved before it is written: without that, a full ``/dev/shm`` would kill the
+    first process that writes. Its owner locks it for as long as it lives. The kernel drops the
     lock however the owner dies, so a file without a lock is an orphan; a pid in the file could
     belong to another process by now.
 
@@ -62,8 +62,17 @@ class Arena:
         ).reshape(shape)
 
     @classmethod
-    def create(cls, pages: int, page_bytes: int, directory: Path | None = None) -> Self:
+    def create(
+        cls,
+        pages: int,
+        page_bytes: int,
+        directory: Path | None = None,
+        *,
+        reserved: int | None = None,
+    ) -> Self:
         """Make a new arena and own it.
+
+        ``reserved``: pages to reserve now, if not all; ``reserve`` does the rest.
 
         Raises: PoolError if there is not enough space in ``directory``, or it cannot be had
         """
@@ -73,11 +82,15 @@ class Arena:
             path, descriptor = _create_locked(directory)
         except OSError as error:
             raise PoolError(f"no arena can be made in {directory}: {error.strerror}") from error
+        size = pages * page_bytes + _HEADER_BYTES
+        first = size if reserved is None else reserved * page_bytes + _HEADER_BYTES
         try:
-            _reserve(descriptor, pages * page_bytes + _HEADER_BYTES, directory)
+            _require_space(size, directory)
+            _reserve(descriptor, 0, first, directory)
+            os.truncate(descriptor, size)
             header = _HEADER.pack(_MAGIC, _VERSION, os.getpid(), pages, page_bytes)
             os.pwrite(descriptor, header, 0)
-            mapping = mmap.mmap(descriptor, pages * page_bytes + _HEADER_BYTES)
+            mapping = mmap.mmap(descriptor, size)
         except BaseException:
             path.unlink()
             raise
@@ -132,6 +145,22 @@ class Arena:
         ends = np.append(begins[1:], starts.size) - 1
         for first, last in zip(firsts[begins].tolist(), lasts[ends].tolist(), strict=True):
             _madvise(first * grain, (last - first) * grain, mmap.MADV_WILLNEED)
+
+    def reserve(self, first: int, end: int) -> None:
+        """Reserve the space of pages from ``first`` to before ``end``.
+
+        Raises: PoolError if there is not enough
+        """
+        assert self._path is not None
+        offset, size = _HEADER_BYTES + first * self.page_bytes, (end - first) * self.page_bytes
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError as error:
+            raise PoolError(f"arena {self.id} is gone: {error.strerror}") from error
+        try:
+            _reserve(descriptor, offset, size, self._path.parent)
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Unmap the pages; if arrays still show them, the last of these unmaps them."""
@@ -218,20 +247,27 @@ def _create_locked(directory: Path) -> tuple[Path, int]:
         os.close(descriptor)
 
 
-def _reserve(descriptor: int, size: int, directory: Path) -> None:
+def _require_space(size: int, directory: Path) -> None:
+    """Keep a reservation that cannot succeed from filling the file system meanwhile."""
     space = os.statvfs(directory)
-    free = space.f_bavail * space.f_frsize
-    message = (
-        f"the page pool needs {size:,} bytes in {directory}, where {free:,} are free: "
+    if size > space.f_bavail * space.f_frsize:
+        raise PoolError(_no_space(size, directory))
+
+
+def _reserve(descriptor: int, offset: int, size: int, directory: Path) -> None:
+    try:
+        os.posix_fallocate(descriptor, offset, size)
+    except OSError as error:
+        raise PoolError(f"{_no_space(size, directory)} ({error.strerror})") from error
+
+
+def _no_space(size: int, directory: Path) -> str:
+    space = os.statvfs(directory)
+    return (
+        f"the page pool needs {size:,} bytes in {directory}, where "
+        f"{space.f_bavail * space.f_frsize:,} are free: "
         "lower pool.kv_cache_memory_bytes, or make room there"
     )
-    # The check keeps a reservation that cannot succeed from filling the file system meanwhile.
-    if size > free:
-        raise PoolError(message)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        raise PoolError(f"{message} ({error.strerror})") from error
 
 
 def _check_header(descriptor: int, path: Path, shape: tuple[int, int]) -> None:

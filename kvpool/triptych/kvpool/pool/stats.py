@@ -36,7 +36,10 @@ class PrefixStats:
     """The prefix cache now; fields after ``borrowed_bytes`` count since the start."""
 
     blocks: int = 0
+    windows: int = 0
+    """Window entries of blocks."""
     bytes: int = 0
+    """Of blocks and window entries."""
     borrowed_bytes: int = 0
     """Bytes of its memory that requests have borrowed now."""
     hits: int = 0

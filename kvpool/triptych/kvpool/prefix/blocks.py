@@ -49,6 +49,9 @@ class Namespace:
     block_tokens: int = 0
     """Tokens of a block; 0: as many as the cache's settings say. It follows from ``profile``, so it
     is not part of the digest."""
+    window_blocks: int = 0
+    """Last blocks of a prefix whose window entries a request needs beside all blocks; 0: blocks
+    have none. It follows from ``profile`` too."""
 
     def encoded(self) -> bytes:
         """All fields, each with its length in front, so that no two namespaces look alike."""
@@ -62,14 +65,18 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """One resident block. It never changes: requests share its pages."""
+    """One resident block, or its window entry. It never changes: requests share its pages.
+
+    The window entry of a block has the pages of layers with a sliding window. It is a child of its
+    block without tokens of its own, and nothing follows it.
+    """
 
     key: BlockKey
     parent: BlockKey
     """Of a first block: the digest of the namespace."""
     namespace: Namespace
     tokens: bytes
-    """Token ids, little-endian int32, of this block alone."""
+    """Token ids, little-endian int32, of this block alone; empty: a window entry of its parent."""
     pages: PageIds
     """Opaque to the index. Read only."""
     nbytes: int
@@ -88,13 +95,14 @@ class Payload:
     seconds: float
 
     def __post_init__(self) -> None:
-        if self.nbytes < 1 or not (math.isfinite(self.seconds) and self.seconds >= 0):
+        if self.nbytes < 0 or not (math.isfinite(self.seconds) and self.seconds >= 0):
             raise ValueError(f"a block of {self.nbytes} bytes that took {self.seconds} s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Publication:
-    """Blocks to add to the cache: the last ``len(blocks)`` blocks of ``tokens``."""
+    """Blocks to add to the cache: the last ``len(blocks)`` blocks of ``tokens``, or window entries
+    of blocks that are cached."""
 
     namespace: Namespace
     tokens: TokenIds
@@ -107,6 +115,8 @@ class Publication:
     """The tenant whose quota they count against."""
     formats: Sequence[FormatPages] = ()
     """Pages of each block by format; none: not stated."""
+    are_windows: bool = False
+    """Whether these are the window entries of the blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,11 +125,16 @@ class Pin:
 
     id: PinId
     blocks: tuple[Block, ...]
+    windows: tuple[Block, ...] = ()
+    """Window entries of some of them, which stay as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoftPin:
-    """A chain of blocks, from the first, that is evicted after all blocks without a soft pin."""
+    """A chain of blocks, from the first, that is evicted after all blocks without a soft pin.
+
+    So are the window entries that a request with this prefix needs.
+    """
 
     id: SoftPinId
     blocks: int
@@ -135,17 +150,18 @@ class Published:
     ``evicted`` are the caller's again.
     """
 
-    added: int = 0
+    new: tuple[Block, ...] = ()
+    """The blocks, or window entries, that were added."""
     pin: Pin | None = None
-    """A pin on the whole chain, if it was not refused: the publisher still reads it."""
+    """A pin on the whole chain and on the window entries of the payloads, if it was not refused:
+    the publisher still reads them."""
     evicted: tuple[Block, ...] = ()
     """In the order in which they went: no block before its children."""
     refused: Refusal | None = None
 
     @property
-    def new(self) -> tuple[Block, ...]:
-        """The blocks that were added."""
-        return self.pin.blocks[len(self.pin.blocks) - self.added :] if self.pin else ()
+    def added(self) -> int:
+        return len(self.new)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +182,10 @@ class IndexStats:
     """Statistics of the index; fields after ``pins`` count since the start."""
 
     blocks: int
+    windows: int
+    """Window entries of blocks."""
     nbytes: int
+    """Of both."""
     reserved_bytes: int
     """For blocks that are on their way."""
     pinned_bytes: int

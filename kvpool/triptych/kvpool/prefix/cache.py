@@ -82,6 +82,8 @@ class FoundPrefix:
     """Tokens of the prompt that the blocks cover."""
     blocks: tuple[PageIds, ...]
     """Pages of each block, in the publisher's order."""
+    windows: tuple[PageIds, ...] = ()
+    """Pages of the window entries of the last blocks, as many as a request needs."""
 
 
 class PrefixCache:
@@ -129,6 +131,8 @@ class PrefixCache:
     ) -> FoundPrefix | None:
         """Pin all whole blocks of these tokens, or none if one is not cached; not counted as a use.
 
+        Window entries are neither needed nor pinned.
+
         Raises: NotRegistered
         """
         self._require_registered(worker)
@@ -138,9 +142,11 @@ class PrefixCache:
         if pin is None:
             return None
         self._worker_pins[pin.id] = worker
-        blocks = tuple(block.pages for block in pin.blocks)
+        blocks, windows = (
+            tuple(block.pages for block in entries) for entries in (pin.blocks, pin.windows)
+        )
         tokens = len(blocks) * self._index.block_tokens_of(namespace)
-        return FoundPrefix(pin.id, tokens, blocks)
+        return FoundPrefix(pin.id, tokens, blocks, windows)
 
     def known(self, worker: WorkerId, namespace: Namespace, tokens: TokenIds) -> int:
         """The number of cached blocks of these tokens, which need not be published.
@@ -149,6 +155,16 @@ class PrefixCache:
         """
         self._require_registered(worker)
         return self._index.resident(namespace, tokens)
+
+    def known_windows(
+        self, worker: WorkerId, namespace: Namespace, tokens: TokenIds
+    ) -> tuple[bool, ...]:
+        """Of each cached block of these tokens, whether its window entry is cached too.
+
+        Raises: NotRegistered
+        """
+        self._require_registered(worker)
+        return self._index.windows(namespace, tokens)
 
     def release(self, worker: WorkerId, pin: PinId) -> None:
         """Release a pin.
@@ -221,7 +237,8 @@ class PrefixCache:
         self._pool.require_extent(worker, np.concatenate(new.blocks))
         try:
             payloads = [Payload(ids, self._bytes_of([ids]), new.seconds) for ids in new.blocks]
-            done = self._index.publish(new.namespace, new.tokens, payloads, tenant=new.tenant)
+            publish = self._index.publish_windows if new.are_windows else self._index.publish
+            done = publish(new.namespace, new.tokens, payloads, tenant=new.tenant)
         except ValueError as error:
             raise PoolError(str(error)) from error
         self._free(done.evicted)
@@ -284,9 +301,17 @@ class PrefixCache:
         """The keys of all whole blocks, resident or not."""
         return self._index.keys(namespace, tokens)
 
+    def window_key(self, block: BlockKey) -> BlockKey:
+        """The key of the window entry of a block, resident or not."""
+        return self._index.window_key(block)
+
     def resident(self, namespace: Namespace, tokens: TokenIds) -> int:
         """How many blocks of these tokens are resident, in a chain from the first."""
         return self._index.resident(namespace, tokens)
+
+    def windows(self, namespace: Namespace, tokens: TokenIds) -> tuple[bool, ...]:
+        """Of each resident block of these tokens, whether its window entry is."""
+        return self._index.windows(namespace, tokens)
 
     def pin(self, key: BlockKey) -> Pin | None:
         """Keep the chain that ends with a block resident; None if the block is not."""
@@ -324,7 +349,7 @@ class PrefixCache:
         return np.split(ids, ends[: fitting - 1]), evicted
 
     def arrive(self, new: Publication) -> Pin | None:
-        """Make an expected block resident, after its pages are written, and pin it.
+        """Make an expected block or window entry resident, after its pages are written, and pin it.
 
         If an equal block came by another way, that one is held, and the pages are free.
         """
@@ -386,6 +411,7 @@ class PrefixCache:
         stat = self._index.stat()
         return PrefixStats(
             blocks=stat.blocks,
+            windows=stat.windows,
             bytes=stat.nbytes,
             borrowed_bytes=self._lent_bytes,
             hits=stat.hits,
@@ -405,7 +431,7 @@ class PrefixCache:
         wrong, stat = self._index.check(), self._index.stat()
         ledger = self._pool.stat(0.0)
         (mine,) = (line for line in ledger.workers if line.name == PREFIX_WORKER)
-        recorded = stat.blocks, stat.nbytes
+        recorded = stat.blocks + stat.windows, stat.nbytes
         if recorded != (mine.requests, mine.request_pages * ledger.page_bytes):
             wrong.append(f"blocks, bytes of the index are {recorded}: its worker holds {mine}")
         kept = {
@@ -418,7 +444,7 @@ class PrefixCache:
         }
         if leased != {name: n for name, n in kept.items() if n}:
             wrong.append(f"bytes by tenant of the index are {kept}: its leases say {leased}")
-        if len(self._leases) != stat.blocks:
+        if len(self._leases) != stat.blocks + stat.windows:
             wrong.append("blocks and leases do not name each other")
         if mine.extent_pages * ledger.page_bytes != stat.reserved_bytes:
             wrong.append(f"{stat.reserved_bytes} bytes are reserved: its worker holds {mine}")

@@ -1,10 +1,10 @@
 """Index of cached prefixes: a hash chain over blocks of tokens, with quotas and eviction."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import accumulate, islice
 
 from triptych.core.errors import PoolError
 from triptych.kvpool.prefix.blocks import (
@@ -28,48 +28,16 @@ from triptych.kvpool.prefix.blocks import (
     encode,
     sha256,
 )
-from triptych.kvpool.prefix.eviction import CostPolicy, EvictionPolicy, LeafHeap, Rank
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    block: Block
-    parent: "_Node | None"
-    worth: float
-    """The policy's value: blocks with the lowest are evicted first."""
-    children: int = 0
-    pins: int = 0
-    soft_pins: int = 0
-    stamp: int = 0
-    """Number of its entry in the heaps of leaves; 0: it may not be evicted."""
-
-    @property
-    def rank(self) -> Rank:
-        return self.soft_pins > 0, self.worth
-
-    def continues(self, parent: "_Node | None", namespace: Namespace, tokens: bytes) -> bool:
-        """Whether it is this block after that parent; keys alone may collide."""
-        if self.parent is not parent or self.block.tokens != tokens:
-            return False
-        return parent is not None or self.block.namespace == namespace
-
-    def chain(self) -> Iterator["_Node"]:
-        """Itself, its parent, and so on up to the first block."""
-        node: _Node | None = self
-        while node is not None:
-            yield node
-            node = node.parent
-
-
-@dataclass(slots=True)
-class _Account:
-    """Bytes of one tenant, or of all."""
-
-    nbytes: int = 0
-    idle_bytes: int = 0
-    """Of blocks without a pin."""
-    leaves: LeafHeap[_Node] = field(default_factory=LeafHeap[_Node])
-    """Idle blocks without children: those that may be evicted now."""
+from triptych.kvpool.prefix.eviction import CostPolicy, EvictionPolicy
+from triptych.kvpool.prefix.nodes import (
+    UNUSED,
+    Account,
+    Node,
+    Pinned,
+    usable_lengths,
+    windows_at_end,
+    windows_of,
+)
 
 
 class PrefixIndex:
@@ -84,13 +52,20 @@ class PrefixIndex:
     idle bytes can be evicted, leaves first. Only across tenants that share a salt is there an
     exception: a tenant's block may have children that count against another tenant's quota.
 
+    A block may have a window entry: a child that nothing follows, so it is found through its block
+    and may be evicted while the block stays. A request needs all blocks of its prefix, and window
+    entries of the last ``window_blocks`` of its namespace: a prefix is usable up to the last block
+    where they are all there. Others serve prompts that leave the prefix earlier. They are evicted
+    before everything else, unless a request has used them.
+
     A soft pin is weaker: the blocks of its chain may be evicted, but only after all blocks without
     one. So soft pins never reserve memory, and no account of bytes contains them.
 
     A call that is refused or raises has changed nothing.
 
-    Source: vLLM (hash chain over blocks); the quotas, the full compare and the order of
-        eviction are ours
+    Source: vLLM (hash chain over blocks, and a prefix that ends where all groups of layers have
+        their blocks); Marconi (entries at the ends of sequences are worth most); the quotas, the
+        full compare and the order of eviction are ours
     """
 
     def __init__(
@@ -105,14 +80,16 @@ class PrefixIndex:
             raise ValueError(f"blocks of {block_tokens} tokens")
         self.block_tokens, self.limits = block_tokens, limits
         self._policy, self._digest = policy, digest
-        self._nodes = dict[BlockKey, _Node]()
-        self._pins = dict[PinId, _Node]()
-        self._soft_pins = dict[SoftPinId, _Node]()
-        """The last block of each chain with a soft pin, whether it was evicted since or not."""
-        self._all = _Account()
-        self._tenants = dict[str, _Account]()
+        self._nodes = dict[BlockKey, Node]()
+        self._pins = dict[PinId, Pinned]()
+        self._soft_pins = dict[SoftPinId, Pinned]()
+        """Blocks and window entries with a soft pin, whether they were evicted since or not."""
+        self._all = Account()
+        self._tenants = dict[str, Account]()
         self._reserved = Counter[str]()
         """Bytes that are reserved for blocks that are being loaded, by tenant."""
+        self._windows = 0
+        """Number of window entries."""
         self._tick = self._last_stamp = self._last_pin = self._last_soft_pin = 0
         self._count = Counter[str]()
         self._refused = Counter[Refusal]()
@@ -133,16 +110,26 @@ class PrefixIndex:
         return list(chain_keys(namespace, pieces, self._digest))[1:]
 
     def lookup(self, namespace: Namespace, tokens: TokenIds) -> tuple[Block, ...]:
-        """The longest resident chain that the prompt starts with; nothing is pinned or counted.
+        """The longest usable chain that the prompt starts with; nothing is pinned or counted.
 
         Whole blocks only, and never the whole prompt: whoever asks needs at least one token
         left to compute, because it wants the logits after the last.
         """
-        return tuple(node.block for node in self._walk(namespace, self.cut(namespace, tokens[:-1])))
+        chain = self._usable(namespace, self.cut(namespace, tokens[:-1]))
+        return tuple(node.block for node in chain)
 
     def resident(self, namespace: Namespace, tokens: TokenIds) -> int:
         """How many blocks of the prompt are resident, in a chain from the first; only a look."""
         return len(self._walk(namespace, self.cut(namespace, tokens)))
+
+    def windows(self, namespace: Namespace, tokens: TokenIds) -> tuple[bool, ...]:
+        """Of each resident block of the prompt, whether its window entry is; only a look."""
+        chain = self._walk(namespace, self.cut(namespace, tokens))
+        return tuple(node.window is not None for node in chain)
+
+    def window_key(self, block: BlockKey) -> BlockKey:
+        """The key of the window entry of a block, resident or not."""
+        return child_key(block, b"", self._digest)
 
     def block(self, key: BlockKey) -> Block | None:
         """The resident block with this key."""
@@ -152,33 +139,34 @@ class PrefixIndex:
     def pin(self, key: BlockKey) -> Pin | None:
         """Pin the chain that ends with a block; nothing is counted, and None if it is gone."""
         node = self._nodes.get(key)
-        return self._pin(node) if node else None
+        return self._pin(Pinned(node)) if node else None
 
     def pin_all(self, namespace: Namespace, tokens: TokenIds) -> Pin | None:
-        """Pin the chain of all whole blocks of these tokens; nothing is counted, and None if one
-        of them is not resident, or there is none."""
+        """Pin the chain of all whole blocks of these tokens, without window entries; nothing is
+        counted, and None if one of them is not resident, or there is none."""
         pieces = self.cut(namespace, tokens)
         chain = self._walk(namespace, pieces)
-        return self._pin(chain[-1]) if chain and len(chain) == len(pieces) else None
+        return self._pin(Pinned(chain[-1])) if chain and len(chain) == len(pieces) else None
 
     def held(self, pin: PinId) -> tuple[Block, ...]:
         """The blocks of a pin.
 
         Raises: KeyError if it ended before
         """
-        return tuple(node.block for node in self._pins[pin].chain())[::-1]
+        return self._pins[pin].pin(pin).blocks
 
     def acquire(self, namespace: Namespace, tokens: TokenIds) -> Pin | None:
         """Look up as ``lookup`` does, count it, and pin what is found; None for a miss."""
         self._tick += 1
-        chain = self._walk(namespace, self.cut(namespace, tokens[:-1]))
+        chain = self._usable(namespace, self.cut(namespace, tokens[:-1]))
         self._count["asked_tokens"] += len(tokens)
         self._count["hit_tokens"] += len(chain) * self.block_tokens_of(namespace)
         self._count["hits" if chain else "misses"] += 1
         if not chain:
             return None
-        pin = self._pin(chain[-1])
-        self._touch(chain)
+        windows = windows_at_end(chain, namespace.window_blocks)
+        pin = self._pin(Pinned(chain[-1], windows))
+        self._touch([*chain, *windows])
         return pin
 
     def release(self, pin: PinId) -> None:
@@ -186,32 +174,33 @@ class PrefixIndex:
 
         Raises: PoolError if it ended before
         """
-        node = self._pins.pop(pin, None)
-        if node is None:
+        pinned = self._pins.pop(pin, None)
+        if pinned is None:
             raise PoolError(f"hold {pin} of a prefix was released before")
-        for each in node.chain():
+        for each in pinned:
             each.pins -= 1
             if each.pins == 0:
                 self._add_idle(each, each.block.nbytes)
                 self._offer(each)
 
     def soft_pin(self, namespace: Namespace, tokens: TokenIds, most_bytes: int) -> SoftPin | None:
-        """Soft-pin the resident prefix of these tokens: it is evicted after all other blocks.
+        """Soft-pin the usable prefix of these tokens: it is evicted after all other blocks.
 
         It covers as many of the first blocks as ``most_bytes`` allow; None if that is not one.
         """
-        chain, nbytes = list[_Node](), 0
-        for node in self._walk(namespace, self.cut(namespace, tokens)):
-            if nbytes + node.block.nbytes > most_bytes:
-                break
-            nbytes += node.block.nbytes
-            chain.append(node)
-        if not chain:
+        chain = self._walk(namespace, self.cut(namespace, tokens))
+        best, nbytes, before = None, 0, [0, *accumulate(node.block.nbytes for node in chain)]
+        for length in usable_lengths([bool(n.window) for n in chain], namespace.window_blocks):
+            windows = windows_at_end(chain[:length], namespace.window_blocks)
+            size = before[length] + sum(node.block.nbytes for node in windows)
+            if size <= most_bytes:
+                best, nbytes = Pinned(chain[length - 1], windows), size
+        if best is None:
             return None
         self._last_soft_pin += 1
-        soft_pin = SoftPin(SoftPinId(self._last_soft_pin), len(chain), nbytes)
-        self._soft_pins[soft_pin.id] = chain[-1]
-        self._add_soft_pins(chain[-1], 1)
+        soft_pin = SoftPin(SoftPinId(self._last_soft_pin), len(list(best.tail.chain())), nbytes)
+        self._soft_pins[soft_pin.id] = best
+        self._add_soft_pins(best, 1)
         return soft_pin
 
     def soft_unpin(self, soft_pin: SoftPinId) -> None:
@@ -226,8 +215,8 @@ class PrefixIndex:
         """Those that have not ended."""
         return set(self._soft_pins)
 
-    def _add_soft_pins(self, tail: _Node, count: int) -> None:
-        for node in tail.chain():
+    def _add_soft_pins(self, pinned: Pinned, count: int) -> None:
+        for node in pinned:
             was, node.soft_pins = node.rank, node.soft_pins + count
             if node.stamp and node.rank != was:
                 self._offer(node)
@@ -246,30 +235,60 @@ class PrefixIndex:
 
         Raises: ValueError if the tokens are not whole blocks, or fewer blocks than payloads
         """
-        pieces = self.cut(namespace, tokens)
+        pieces = self._to_publish(namespace, tokens, payloads)
         before = len(pieces) - len(payloads)
-        if (
-            not payloads
-            or before < 0
-            or len(pieces) * self.block_tokens_of(namespace) != len(tokens)
-        ):
-            raise ValueError(f"{len(payloads)} blocks to publish of {len(tokens)} tokens")
         keys = list(chain_keys(namespace, pieces, self._digest))
         chain = self._walk(namespace, pieces)
         if len(chain) < before:
             return self._refuse("parent")
-        fresh = keys[len(chain) + 1 :]
-        if len(set(fresh)) < len(fresh) or any(key in self._nodes for key in fresh):
+        if self._collide(keys[len(chain) + 1 :]):
             return self._refuse("collision")
-        new = [
-            _new_block(keys[at : at + 2], namespace, pieces[at], payloads[at - before], tenant)
-            for at in range(len(chain), len(pieces))
-        ]
-        return self._add(chain, new, tenant, known=chain[before:])
+        known, new, parent = len(chain), list[Node](), chain[-1] if chain else None
+        for at in range(known, len(pieces)):
+            block = _new_block(
+                keys[at : at + 2], namespace, pieces[at], payloads[at - before], tenant
+            )
+            parent = Node(block, parent, self._rank(block))
+            new.append(parent)
+        keep = Pinned(chain[-1]) if chain else None
+        return self._add(new, tenant, keep, Pinned([*chain, *new][-1]), used=chain[before:])
+
+    def publish_windows(
+        self, namespace: Namespace, tokens: TokenIds, payloads: Sequence[Payload], *, tenant: str
+    ) -> Published:
+        """Add window entries of the last ``len(payloads)`` blocks of ``tokens``.
+
+        All these blocks must be resident.
+        Those up to the last that is known already stay the caller's; the rest is added or refused
+        as blocks are. If no block follows these, a request that goes on from their end needs the
+        last ones, and they are worth keeping.
+
+        Raises: ValueError as ``publish``
+        """
+        pieces = self._to_publish(namespace, tokens, payloads)
+        chain = self._walk(namespace, pieces)
+        if len(chain) < len(pieces):
+            return self._refuse("parent")
+        behind = chain[len(chain) - len(payloads) :]
+        known = max((at for at, node in enumerate(behind, 1) if node.window), default=0)
+        keys = [self.window_key(node.block.key) for node in behind]
+        if self._collide(keys[known:]):
+            return self._refuse("collision")
+        ends = namespace.window_blocks if chain[-1].is_end else 0
+        new = list[Node]()
+        for at in range(known, len(behind)):
+            parent = behind[at]
+            block = _new_block((parent.block.key, keys[at]), namespace, b"", payloads[at], tenant)
+            is_used = len(behind) - at <= ends
+            new.append(Node(block, parent, self._rank(block) if is_used else UNUSED))
+        used = windows_at_end(chain, ends)
+        published = windows_of(behind)
+        keep = Pinned(chain[-1], tuple({*used, *published}))
+        return self._add(new, tenant, keep, Pinned(chain[-1], (*published, *new)), used=used)
 
     def room(self, tenant: str) -> int:
         """The most bytes that ``reserve`` may find for a tenant now."""
-        mine = self._tenants.get(tenant, _Account())
+        mine = self._tenants.get(tenant, Account())
         own = self.limits.of(tenant) - mine.nbytes + mine.idle_bytes
         return max(0, min(own, self.limits.total_bytes - self._all.nbytes + self._all.idle_bytes))
 
@@ -283,7 +302,7 @@ class PrefixIndex:
             self._refused[victims] += 1
             return None
         self._reserved[tenant] += nbytes
-        self._tenants.setdefault(tenant, _Account())
+        self._tenants.setdefault(tenant, Account())
         for account in (self._all, self._tenants[tenant]):
             account.nbytes += nbytes
         return self._evicted(victims)
@@ -299,7 +318,7 @@ class PrefixIndex:
 
     def evict(self, nbytes: int) -> tuple[Block, ...]:
         """Evict blocks, lowest rank first, until ``nbytes`` are free or nothing may go."""
-        victims = list[_Node]()
+        victims = list[Node]()
         self._evict_from(self._all, nbytes, victims)
         return self._evicted(victims)
 
@@ -317,7 +336,8 @@ class PrefixIndex:
     def stat(self) -> IndexStats:
         """The numbers as they are."""
         return IndexStats(
-            blocks=len(self._nodes),
+            blocks=len(self._nodes) - self._windows,
+            windows=self._windows,
             nbytes=self._all.nbytes - self._reserved.total(),
             reserved_bytes=self._reserved.total(),
             pinned_bytes=self._all.nbytes - self._all.idle_bytes - self._reserved.total(),
@@ -337,20 +357,23 @@ class PrefixIndex:
     def check(self) -> list[str]:
         """Contradictions between all tables; empty if there are none."""
         nodes = self._nodes.values()
-        pins = Counter(n.block.key for tail in self._pins.values() for n in tail.chain())
+        pins = Counter(n.block.key for pinned in self._pins.values() for n in pinned)
         children = Counter(n.parent.block.key for n in nodes if n.parent)
-        everything = _faults(self._all, list(nodes), self._reserved.total())
+        everything = self._all.faults(list(nodes), self._reserved.total())
         wrong = [f"the total: {fault}" for fault in everything]
         for name in {*self._tenants, *(node.block.tenant for node in nodes)}:
             mine = [node for node in nodes if node.block.tenant == name]
-            account = self._tenants.get(name, _Account())
-            faults = _faults(account, mine, self._reserved[name])
+            account = self._tenants.get(name, Account())
+            faults = account.faults(mine, self._reserved[name])
             wrong += [f"tenant {name!r}: {fault}" for fault in faults]
             if account.nbytes > self.limits.of(name):
                 wrong.append(f"tenant {name!r} is over its quota")
         if self._all.nbytes > self.limits.total_bytes:
             wrong.append("the total is over its limit")
-        soft_pins = Counter(node for tail in self._soft_pins.values() for node in tail.chain())
+        entries = [node.is_window for node in nodes], [n.window is not None for n in nodes]
+        if {self._windows} != {sum(each) for each in entries}:
+            wrong.append(f"{self._windows} window entries: blocks and entries are {entries}")
+        soft_pins = Counter(node for pinned in self._soft_pins.values() for node in pinned)
         for key, node in self._nodes.items():
             if node.soft_pins != soft_pins[node]:
                 wrong.append(f"block {key.hex()}: {node.soft_pins} guards: {soft_pins[node]}")
@@ -362,15 +385,17 @@ class PrefixIndex:
                 )
             if node.parent and self._nodes.get(node.block.parent) is not node.parent:
                 wrong.append(f"block {key.hex()} has a parent that is gone")
+            if node.is_window and (node.parent is None or node.parent.window is not node):
+                wrong.append(f"window entry {key.hex()} is not that of its block")
             if key != child_key(node.block.parent, node.block.tokens, self._digest):
                 wrong.append(f"block {key.hex()} has the key of another")
         return wrong
 
     # -------------------------------------------------------------- chains
 
-    def _walk(self, namespace: Namespace, pieces: Sequence[bytes]) -> list[_Node]:
+    def _walk(self, namespace: Namespace, pieces: Sequence[bytes]) -> list[Node]:
         """The longest chain of resident blocks that hold exactly these tokens."""
-        chain = list[_Node]()
+        chain = list[Node]()
         keys = islice(chain_keys(namespace, pieces, self._digest), 1, None)
         for key, tokens in zip(keys, pieces, strict=True):
             node = self._nodes.get(key)
@@ -382,72 +407,113 @@ class PrefixIndex:
             chain.append(node)
         return chain
 
+    def _usable(self, namespace: Namespace, pieces: Sequence[bytes]) -> list[Node]:
+        """The longest chain of resident blocks that a request with these tokens can use."""
+        chain = self._walk(namespace, pieces)
+        if namespace.window_blocks:
+            has_window = [node.window is not None for node in chain]
+            del chain[max(usable_lengths(has_window, namespace.window_blocks), default=0) :]
+        return chain
+
     # -------------------------------------------------------------- changes, all checked before
 
+    def _to_publish(
+        self, namespace: Namespace, tokens: TokenIds, payloads: Sequence[Payload]
+    ) -> list[bytes]:
+        """The blocks of tokens to publish.
+
+        Raises: ValueError if they are not whole blocks, or fewer than payloads
+        """
+        pieces = self.cut(namespace, tokens)
+        is_whole = len(pieces) * self.block_tokens_of(namespace) == len(tokens)
+        if not payloads or len(pieces) < len(payloads) or not is_whole:
+            raise ValueError(f"{len(payloads)} blocks to publish of {len(tokens)} tokens")
+        return pieces
+
+    def _collide(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether one of the keys is another block's."""
+        return len(set(keys)) < len(keys) or any(key in self._nodes for key in keys)
+
     def _add(
-        self, chain: list[_Node], new: Sequence[Block], tenant: str, known: Sequence[_Node]
+        self,
+        new: Sequence[Node],
+        tenant: str,
+        keep: Pinned | None,
+        result: Pinned,
+        used: Sequence[Node],
     ) -> Published:
-        """Append blocks to a chain, if they fit, and pin all of it."""
-        soft_pin = self._pin(chain[-1]) if chain else None
+        """Add blocks, if they fit, and pin ``result``.
+
+        ``keep``: what must not be evicted for them; ``used``: what of that the publisher used.
+        """
+        kept = self._pin(keep) if keep else None
         try:
-            victims = self._make_room(tenant, sum(block.nbytes for block in new))
+            victims = self._make_room(tenant, sum(node.block.nbytes for node in new))
             if isinstance(victims, str):
                 return self._refuse(victims)
-            self._touch(known)
-            for block in new:
-                worth = self._policy.rank(None, block.seconds, block.nbytes, self._tick)
-                chain.append(_Node(block, chain[-1] if chain else None, worth))
-                self._insert(chain[-1])
+            self._touch(used)
+            for node in new:
+                self._insert(node)
             self._count["added"] += len(new)
-            pin = self._pin(chain[-1])
-            return Published(added=len(new), pin=pin, evicted=self._evicted(victims))
+            blocks = tuple(node.block for node in new)
+            return Published(new=blocks, pin=self._pin(result), evicted=self._evicted(victims))
         finally:
-            if soft_pin:
-                self.release(soft_pin.id)
+            if kept:
+                self.release(kept.id)
 
-    def _pin(self, node: _Node) -> Pin:
+    def _pin(self, pinned: Pinned) -> Pin:
         self._last_pin += 1
         pin = PinId(self._last_pin)
-        self._pins[pin] = node
-        chain = list(node.chain())
-        for each in chain:
+        self._pins[pin] = pinned
+        for each in pinned:
             if each.pins == 0:
                 self._add_idle(each, -each.block.nbytes)
             each.pins += 1
             each.stamp = 0
-        return Pin(pin, tuple(each.block for each in reversed(chain)))
+        return pinned.pin(pin)
 
-    def _touch(self, pinned: Sequence[_Node]) -> None:
+    def _touch(self, pinned: Sequence[Node]) -> None:
         """Note a use. Pinned blocks are in no heap, so their rank may change."""
         for node in pinned:
-            block = node.block
-            node.worth = self._policy.rank(node.worth, block.seconds, block.nbytes, self._tick)
+            node.worth = self._rank(node.block, node.worth)
 
-    def _insert(self, node: _Node) -> None:
+    def _rank(self, block: Block, before: float = UNUSED) -> float:
+        """The worth of a block after a use; one without pages is worth nothing without others."""
+        if not block.nbytes:
+            return UNUSED
+        known = None if before == UNUSED else before
+        return self._policy.rank(known, block.seconds, block.nbytes, self._tick)
+
+    def _insert(self, node: Node) -> None:
         """Make an idle block without children resident."""
         self._nodes[node.block.key] = node
-        self._tenants.setdefault(node.block.tenant, _Account())
-        self._add_bytes(node, node.block.nbytes)
+        self._tenants.setdefault(node.block.tenant, Account())
+        self._count_block(node, 1)
         if node.parent:
             node.parent.children += 1
             node.parent.stamp = 0
+            if node.is_window:
+                node.parent.window = node
         self._offer(node)
 
-    def _remove(self, node: _Node) -> None:
+    def _remove(self, node: Node) -> None:
         """Undo ``_insert``."""
         del self._nodes[node.block.key]
-        self._add_bytes(node, -node.block.nbytes)
+        self._count_block(node, -1)
         node.stamp = 0
         self._close_empty(node.block.tenant)
         if node.parent:
             node.parent.children -= 1
+            if node.is_window:
+                node.parent.window = None
             self._offer(node.parent)
 
     def _close_empty(self, tenant: str) -> None:
-        if self._tenants[tenant].nbytes == 0:
+        account = self._tenants[tenant]
+        if account.nbytes == 0 and account.blocks == 0:
             del self._tenants[tenant]
 
-    def _offer(self, node: _Node) -> None:
+    def _offer(self, node: Node) -> None:
         """Put a block among those that may be evicted, if it may be."""
         if node.pins == 0 and node.children == 0:
             self._last_stamp += 1
@@ -455,16 +521,16 @@ class PrefixIndex:
             for account in self._accounts(node):
                 account.leaves.push(node)
 
-    def _make_room(self, tenant: str, nbytes: int) -> "list[_Node] | Refusal":
+    def _make_room(self, tenant: str, nbytes: int) -> "list[Node] | Refusal":
         """Evict enough for ``nbytes`` more of a tenant, or nothing and return the reason."""
-        mine = self._tenants.get(tenant, _Account())
+        mine = self._tenants.get(tenant, Account())
         over_quota = mine.nbytes + nbytes - self.limits.of(tenant)
         over_limit = self._all.nbytes + nbytes - self.limits.total_bytes
         if over_quota > mine.idle_bytes:
             return "quota"
         if over_limit > self._all.idle_bytes:
             return "memory"
-        victims = list[_Node]()
+        victims = list[Node]()
         if not self._evict_from(mine, over_quota, victims):
             for node in reversed(victims):
                 self._insert(node)
@@ -473,7 +539,7 @@ class PrefixIndex:
         self._evict_largest(over_limit - freed, {tenant: nbytes}, victims)
         return victims
 
-    def _evict_largest(self, nbytes: int, coming: Mapping[str, int], victims: list[_Node]) -> None:
+    def _evict_largest(self, nbytes: int, coming: Mapping[str, int], victims: list[Node]) -> None:
         """Free bytes of the tenant that has the most at the time, again and again.
 
         So a tenant with less than an equal share loses nothing. ``coming``: bytes that a tenant is
@@ -502,7 +568,7 @@ class PrefixIndex:
                 heappush(largest, (-size(owner), owner))
         self._evict_from(self._all, nbytes - freed, victims)
 
-    def _evict_from(self, account: _Account, nbytes: int, victims: list[_Node]) -> bool:
+    def _evict_from(self, account: Account, nbytes: int, victims: list[Node]) -> bool:
         """Remove blocks until ``nbytes`` are free; False if too few may go."""
         freed = 0
         while freed < nbytes:
@@ -514,7 +580,7 @@ class PrefixIndex:
             freed += node.block.nbytes
         return True
 
-    def _evicted(self, victims: Sequence[_Node]) -> tuple[Block, ...]:
+    def _evicted(self, victims: Sequence[Node]) -> tuple[Block, ...]:
         self._count["evictions"] += len(victims)
         return tuple(node.block for node in victims)
 
@@ -522,15 +588,18 @@ class PrefixIndex:
         self._refused[reason] += 1
         return Published(refused=reason)
 
-    def _accounts(self, node: _Node) -> tuple[_Account, _Account]:
+    def _accounts(self, node: Node) -> tuple[Account, Account]:
         return self._all, self._tenants[node.block.tenant]
 
-    def _add_bytes(self, node: _Node, nbytes: int) -> None:
+    def _count_block(self, node: Node, count: int) -> None:
+        """Count a block that comes (1) or goes (-1)."""
+        self._windows += count * node.is_window
         for account in self._accounts(node):
-            account.nbytes += nbytes
-            account.idle_bytes += nbytes
+            account.blocks += count
+            account.nbytes += count * node.block.nbytes
+            account.idle_bytes += count * node.block.nbytes
 
-    def _add_idle(self, node: _Node, nbytes: int) -> None:
+    def _add_idle(self, node: Node, nbytes: int) -> None:
         for account in self._accounts(node):
             account.idle_bytes += nbytes
 
@@ -543,16 +612,3 @@ def _new_block(
     pages.setflags(write=False)
     parent, key = keys
     return Block(key, parent, namespace, tokens, pages, payload.nbytes, payload.seconds, tenant)
-
-
-def _faults(account: _Account, nodes: Sequence[_Node], reserved: int) -> list[str]:
-    """Where an account differs from the blocks that it should sum up."""
-    idle = sum(n.block.nbytes for n in nodes if not n.pins)
-    sums = sum(n.block.nbytes for n in nodes) + reserved, idle
-    faults = list[str]()
-    if sums != (account.nbytes, account.idle_bytes):
-        faults.append(f"bytes, idle bytes are {account.nbytes, account.idle_bytes}: {sums}")
-    leaves, should = account.leaves.live(), [node for node in nodes if node.stamp]
-    if len(leaves) != len(should) or {id(n) for n in leaves} != {id(n) for n in should}:
-        faults.append("its heap does not hold the blocks that may be evicted")
-    return faults

@@ -352,8 +352,18 @@ class WorkerPool:
         asked = prefix_calls.KnowPrefix(worker=self._id, namespace=namespace, tokens=encode(tokens))
         return self._call(asked).blocks
 
+    def known_windows(self, namespace: Namespace, tokens: TokenIds) -> tuple[bool, ...]:
+        """Of each cached block of these tokens, whether its window entry is cached too.
+
+        Raises: PoolUnavailable; NotRegistered
+        """
+        asked = prefix_calls.KnowWindows(
+            worker=self._id, namespace=namespace, tokens=encode(tokens)
+        )
+        return self._call(asked).are_cached
+
     def publish_prefix(self, new: Publication) -> int:
-        """Add blocks to the prefix cache; returns how many were added.
+        """Add blocks, or window entries, to the prefix cache; returns how many were added.
 
         Their pages are allocated here and written. The pages of the last blocks, as many as
         were added, belong to the pool from then on, and must not be written any more; the
@@ -373,6 +383,7 @@ class WorkerPool:
                 seconds=new.seconds,
                 tenant=new.tenant,
                 formats=tuple(new.formats),
+                are_windows=new.are_windows,
             )
             added = self._ask(asked).blocks
             for pages in new.blocks[len(new.blocks) - added :]:

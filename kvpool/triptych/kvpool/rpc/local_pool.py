@@ -16,11 +16,15 @@ from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ELSEWHERE, ProcessKey, end
+from triptych.kvpool.pool.reservation import RESERVING_WORKER
 from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PoolStats, PrefixStats
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, PrefixCache, PrefixSettings
 from triptych.kvpool.rpc.messages import Inheritance, Registered
 
 logger = logging.getLogger(__name__)
+
+OWN_WORKERS = (PREFIX_WORKER, RESERVING_WORKER)
+"""Workers of the pool's own; nobody else may use their names."""
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -122,7 +126,7 @@ class LockedPool:
 
     def register(self, name: str, process: ProcessKey, checkpoint_bytes: int) -> Registered:
         """Register a worker, with memory for its checkpoint if it wants some."""
-        if name == PREFIX_WORKER:
+        if name in OWN_WORKERS:
             raise PoolError(f"worker {name!r}: the name is the pool's own")
         checkpoint = self._make_memory(1, checkpoint_bytes) if checkpoint_bytes else None
         with self.lock:
@@ -144,7 +148,7 @@ class LockedPool:
 
     def inherit(self, previous_worker: str) -> Inheritance:
         """End a worker's process and registration, and return its checkpoint."""
-        if previous_worker == PREFIX_WORKER:
+        if previous_worker in OWN_WORKERS:
             raise StaleHandle(0, f"worker {previous_worker!r} is the pool's own")
         self._fence(previous_worker)
         with self.lock:
@@ -157,7 +161,7 @@ class LockedPool:
 
     def expel(self, name: str) -> bool:
         """End a worker's process, and reclaim all its pages; whether the pool knew it."""
-        if name == PREFIX_WORKER:
+        if name in OWN_WORKERS:
             return False
         self._fence(name)
         with self.lock:

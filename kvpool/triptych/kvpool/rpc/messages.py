@@ -104,13 +104,15 @@ class PrefixFound:
     pin: PinId
     tokens: int
     blocks: tuple[PageRanges, ...]
+    windows: tuple[PageRanges, ...] = ()
+    """Pages of the window entries of the last blocks."""
 
     @classmethod
     def of(cls, found: FoundPrefix | None) -> Self:
         if found is None:
             return cls(pin=PinId(0), tokens=0, blocks=())
-        blocks = tuple(map(PageRanges, found.blocks))
-        return cls(pin=found.pin, tokens=found.tokens, blocks=blocks)
+        blocks, windows = (tuple(map(PageRanges, pages)) for pages in (found.blocks, found.windows))
+        return cls(pin=found.pin, tokens=found.tokens, blocks=blocks, windows=windows)
 
     def found(self, pages: int) -> FoundPrefix | None:
         """Undo ``of``, for a pool of so many pages.
@@ -118,7 +120,8 @@ class PrefixFound:
         Raises: MessageError if a page is not one of the pool's
         """
         blocks = tuple(block.ids(pages) for block in self.blocks)
-        return FoundPrefix(self.pin, self.tokens, blocks) if blocks else None
+        windows = tuple(window.ids(pages) for window in self.windows)
+        return FoundPrefix(self.pin, self.tokens, blocks, windows) if blocks else None
 
 
 @message
@@ -127,6 +130,14 @@ class PrefixBlocks:
     """The number of blocks that are cached, were added, or have a soft pin."""
 
     blocks: int
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixWindows:
+    """Of each cached block of some tokens, whether its window entry is cached too."""
+
+    are_cached: tuple[bool, ...]
 
 
 @message

@@ -19,7 +19,14 @@ from triptych.kvpool.prefix.blocks import (
 )
 from triptych.kvpool.rpc.calls import require_formats, require_short
 from triptych.kvpool.rpc.local_pool import LockedPool, PoolCall
-from triptych.kvpool.rpc.messages import DONE, PoolDone, PrefixBlocks, PrefixComing, PrefixFound
+from triptych.kvpool.rpc.messages import (
+    DONE,
+    PoolDone,
+    PrefixBlocks,
+    PrefixComing,
+    PrefixFound,
+    PrefixWindows,
+)
 from triptych.kvpool.rpc.page_ranges import PageRanges
 
 MAX_PREFIX_TOKENS = 1 << 20
@@ -48,6 +55,8 @@ class PrefixCall(PoolCall[R_co]):
             raise ValueError(f"a salt of {len(space.salt)} bytes: the limit is {MAX_SALT_BYTES}")
         if not 0 <= space.block_tokens <= MAX_PREFIX_TOKENS:
             raise ValueError(f"blocks of {space.block_tokens} tokens")
+        if not 0 <= space.window_blocks <= MAX_PREFIX_TOKENS:
+            raise ValueError(f"windows of {space.window_blocks} blocks")
         if len(self.tokens) > 4 * MAX_PREFIX_TOKENS:
             raise ValueError(f"{len(self.tokens) // 4} tokens: the limit is {MAX_PREFIX_TOKENS}")
         decode(self.tokens)
@@ -102,8 +111,23 @@ class KnowPrefix(PrefixCall[PrefixBlocks]):
 
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnowWindows(PrefixCall[PrefixWindows]):
+    """Find the cached blocks of these tokens that have window entries."""
+
+    def run(self, pool: LockedPool) -> PrefixWindows:
+        tokens = self.token_ids
+        with pool.lock:
+            pool.heard(self.worker)
+            if pool.prefixes is None:
+                return PrefixWindows(are_cached=())
+            known = pool.prefixes.known_windows(self.worker, self.namespace, tokens)
+        return PrefixWindows(are_cached=known)
+
+
+@message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PublishPrefix(PrefixCall[PrefixBlocks]):
-    """Add the last blocks of these tokens to the cache."""
+    """Add the last blocks of these tokens to the cache, or their window entries."""
 
     blocks: tuple[PageRanges, ...]
     """Pages of each block."""
@@ -112,6 +136,8 @@ class PublishPrefix(PrefixCall[PrefixBlocks]):
     tenant: str
     formats: tuple[FormatPages, ...] = ()
     """Pages of each block by format."""
+    are_windows: bool = False
+    """Whether these are the window entries of the blocks."""
 
     def __post_init__(self) -> None:
         self._require_prefix()
@@ -129,6 +155,7 @@ class PublishPrefix(PrefixCall[PrefixBlocks]):
             seconds=self.seconds,
             tenant=self.tenant,
             formats=self.formats,
+            are_windows=self.are_windows,
         )
         with pool.lock:
             pool.heard(self.worker)

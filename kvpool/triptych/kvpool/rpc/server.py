@@ -15,6 +15,7 @@ from triptych.kvpool.disk.tier import Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena, remove_orphans, shared_memory_dir
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import is_alive
+from triptych.kvpool.pool.reservation import LateReservation, pages_at_once
 from triptych.kvpool.pool.stats import PoolStats
 from triptych.kvpool.prefix.cache import PrefixSettings
 from triptych.kvpool.rpc.auth import Access
@@ -42,7 +43,7 @@ class PoolServer:
         prefixes: PrefixSettings | None = None,
         outside: tuple[str, Access] | None = None,
     ) -> None:
-        """Reserve all page memory at once.
+        """Reserve page memory: what there is above 1 GiB after the start.
 
         ``address`` is ``unix:/path`` or ``127.0.0.1:port``; empty: a socket in a new private
         directory. ``directory`` is where memory is shared, ``/dev/shm`` unless given; the arena
@@ -62,7 +63,8 @@ class PoolServer:
         folder = config.arena_directory or directory
         for orphan in {*remove_orphans(directory), *remove_orphans(folder)}:
             shutil.rmtree(_socket_dir(orphan), ignore_errors=True)
-        self._arena = Arena.create(pages, page_bytes, folder)
+        reserved = pages_at_once(pages, page_bytes)
+        self._arena = Arena.create(pages, page_bytes, folder, reserved=reserved)
         pool = Pool(pages, page_bytes, self._arena.id, config.lease_ttl_s)
         self._disk, disk_fault = _open_disk(config, self._arena) if prefixes else (None, "")
         self._pool = LockedPool(
@@ -72,6 +74,11 @@ class PoolServer:
             prefixes=prefixes,
             disk=self._disk,
             disk_fault=disk_fault,
+        )
+        self._reservation = (
+            LateReservation(pool, self._pool.lock, self._arena, reserved)
+            if reserved < pages
+            else None
         )
         self._address = address or f"unix:{_socket_dir(self._arena.id)}/pool.sock"
         self._server: FrameServer | None = None
@@ -94,12 +101,16 @@ class PoolServer:
             self.stop()
             raise
         self._sweeper.start()
+        if self._reservation:
+            self._reservation.start()
         logger.info("pool of %d pages at %s", self._pool.pages, self._server.address)
         return self._server.address
 
     def stop(self) -> None:
         """Stop serving and remove the arena; workers keep their mappings until they close."""
         self._stopping.set()
+        if self._reservation:
+            self._reservation.stop()
         if self._door:
             self._door.close()
         if self._server:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,30 @@ def settings(folder: Path, capacity_bytes: int = 1 << 20) -> DiskSettings:
     )
 
 
-def publish(pool: WorkerPool, tokens: list[int], tenant: str = "t") -> int:
+SLIDING = replace(SPACE, profile="w", window_blocks=2)
+
+
+def publish(
+    pool: WorkerPool,
+    tokens: list[int],
+    tenant: str = "t",
+    space: Namespace = SPACE,
+    *,
+    are_windows: bool = False,
+) -> int:
     """Publish all blocks, each page filled with its block's first token."""
     blocks = len(tokens) // BLOCK
     pages = np.split(pool.allocate(blocks * SIZE), blocks)
     for place, ids in enumerate(pages):
-        pool.arena.data[ids] = tokens[place * BLOCK] % 251
-    new = Publication(namespace=SPACE, tokens=tokens, blocks=pages, seconds=0.5, tenant=tenant)
+        pool.arena.data[ids] = tokens[place * BLOCK] % 251 + are_windows
+    new = Publication(
+        namespace=space,
+        tokens=tokens,
+        blocks=pages,
+        seconds=0.5,
+        tenant=tenant,
+        are_windows=are_windows,
+    )
     added = pool.publish_prefix(new)
     for ids in pages[: blocks - added]:
         pool.free(ids)
@@ -80,13 +98,35 @@ def settled(pool: WorkerPool, objects: int) -> DiskStats:
     return disk
 
 
-def keys(tokens: list[int]) -> list[bytes]:
-    return list(chain_keys(SPACE, cut(encode(tokens), BLOCK)))[1:]
+def keys(tokens: list[int], space: Namespace = SPACE) -> list[bytes]:
+    return list(chain_keys(space, cut(encode(tokens), BLOCK)))[1:]
 
 
 def prompt(start: int, blocks: int = 20) -> list[int]:
     """A prompt of so many blocks, and one token."""
     return list(range(start, start + blocks * BLOCK + 1))
+
+
+def test_of_window_entries_only_those_come_back_that_a_prompt_needs(tmp_path: Path) -> None:
+    tokens = prompt(0, 9)
+    with LocalPool(4096, PAGE_BYTES, "w", PREFIXES, settings(tmp_path)) as pool:
+        assert publish(pool, tokens[:-1], space=SLIDING) == 9
+        assert publish(pool, tokens[:-1], space=SLIDING, are_windows=True) == 9
+        settled(pool, 18)
+    (tmp_path / "tier" / f"{keys(tokens, SLIDING)[8].hex()}.kv").unlink()
+    with LocalPool(4096, PAGE_BYTES, "w", PREFIXES, settings(tmp_path)) as pool:
+        assert restore(pool, tokens, SLIDING) == 8
+        assert pool.known_windows(SLIDING, tokens) == (*[False] * 6, True, True)
+        found = pool.find_prefix(SLIDING, tokens)
+        assert found is not None
+        assert (found.tokens, len(found.windows)) == (8 * BLOCK, 2)
+        for place, ids in enumerate(found.windows, 6):
+            assert np.all(pool.arena.data[ids] == tokens[place * BLOCK] % 251 + 1)
+        pool.release_prefix(found.pin)
+        assert restore(pool, tokens[: 4 * BLOCK + 1], SLIDING) == 4
+        assert pool.known_windows(SLIDING, tokens[: 4 * BLOCK]) == (False, False, True, True)
+        assert pool.stat().disk.loaded == 12
+        assert pool.check() == []
 
 
 @pytest.fixture

@@ -18,12 +18,15 @@ PAGES, PAGE_BYTES, TTL_S = 40, 256, 10.0
 BLOCK, TOTAL_PAGES, TENANT_PAGES = 2, 20, 14
 SESSION_S, SESSION_PAGES = 1e6, 6
 NAMES = ("prefill", "compress", "other")
-SALTS = st.sampled_from([b"a", b"b"])
+SLIDING = b"s"
+"""Of the namespace whose blocks have window entries."""
+SALTS = st.sampled_from([b"a", b"b", SLIDING])
 TOKENS = st.lists(st.integers(0, 1), max_size=11)
 
 
 def space(salt: bytes) -> Namespace:
-    return Namespace(salt=salt, model="m", revision="", profile="p")
+    windows = 2 if salt == SLIDING else 0
+    return Namespace(salt=salt, model="m", revision="", profile="p", window_blocks=windows)
 
 
 def publication(
@@ -32,9 +35,16 @@ def publication(
     blocks: list[PageIds],
     seconds: float = 0.1,
     tenant: str = "t",
+    *,
+    are_windows: bool = False,
 ) -> Publication:
     return Publication(
-        namespace=space(salt), tokens=tokens, blocks=blocks, seconds=seconds, tenant=tenant
+        namespace=space(salt),
+        tokens=tokens,
+        blocks=blocks,
+        seconds=seconds,
+        tenant=tenant,
+        are_windows=are_windows,
     )
 
 
@@ -55,8 +65,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.extents = dict[str, list[int]]()
         self.pins = dict[PinId, tuple[str, list[int]]]()
         """Whose each is, and the pages of its blocks."""
-        self.content = dict[tuple[bytes, tuple[int, ...]], list[int]]()
-        """Pages that were last added for a chain; they may be evicted since."""
+        self.content = dict[tuple[bytes, tuple[int, ...], bool], list[int]]()
+        """Pages that were last added for a chain, or for its last window entry; they may be evicted
+        since."""
 
     # ---------------------------------------------------------- workers
 
@@ -102,17 +113,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def find(self, data: st.DataObject, salt: bytes, tokens: list[int]) -> None:
         name = data.draw(st.sampled_from(sorted(self.workers)))
         known = self.cache.known(self.workers[name], space(salt), tokens)
+        windows = self.cache.known_windows(self.workers[name], space(salt), tokens)
         found = self.cache.find(self.workers[name], space(salt), tokens)
         usable = min(known, max(0, len(tokens) - 1) // BLOCK)
+        needed = space(salt).window_blocks
+        while not all(windows[max(0, usable - needed) : usable] if needed else ()):
+            usable -= 1
         if found is None:
             assert usable == 0
             return
         assert found.tokens == usable * BLOCK == len(found.blocks) * BLOCK
         assert found.pin not in self.pins
-        for index, pages in enumerate(found.blocks):
-            chain = tuple(tokens[: (index + 1) * BLOCK])
-            assert pages.tolist() == self.content[salt, chain]
-        held = [page for pages in found.blocks for page in pages.tolist()]
+        assert len(found.windows) == min(usable, needed)
+        entries = [*enumerate(found.blocks, 1)]
+        entries += enumerate(found.windows, usable - len(found.windows) + 1)
+        for at, (end, pages) in enumerate(entries):
+            chain = tuple(tokens[: end * BLOCK])
+            assert pages.tolist() == self.content[salt, chain, at >= usable]
+        held = [page for _, pages in entries for page in pages.tolist()]
         self.pins[found.pin] = (name, held)
 
     @precondition(lambda self: self.pins)
@@ -141,11 +159,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         pages = np.split(self.pool.allocate(worker, count * size), count)
         tenant = data.draw(st.sampled_from(["t", "u"]))
-        added = self.cache.publish(worker, publication(salt, whole, pages, tenant=tenant)).added
+        are_windows = salt == SLIDING and data.draw(st.booleans())
+        new = publication(salt, whole, pages, tenant=tenant, are_windows=are_windows)
+        added = self.cache.publish(worker, new).added
         assert 0 <= added <= count
         for back in range(added):
             chain = tuple(whole[: (blocks - back) * BLOCK])
-            self.content[salt, chain] = pages[count - 1 - back].tolist()
+            self.content[salt, chain, are_windows] = pages[count - 1 - back].tolist()
         mine = [page for ids in pages[: count - added] for page in ids.tolist()]
         self.extents[name] += mine
 

@@ -144,7 +144,7 @@ def test_a_publish_is_of_whole_blocks(tokens: int, count: int) -> None:
         publish(PrefixIndex(STEP, ROOMY), range(tokens), payloads(count))
 
 
-@pytest.mark.parametrize(("nbytes", "seconds"), [(0, 1.0), (1, -1.0), (1, float("nan"))])
+@pytest.mark.parametrize(("nbytes", "seconds"), [(-1, 1.0), (1, -1.0), (1, float("nan"))])
 def test_a_payload_says_what_it_costs(nbytes: int, seconds: float) -> None:
     with pytest.raises(ValueError, match="a block of"):
         payloads(1, nbytes, seconds)

@@ -15,11 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from triptych.core.errors import PoolError
 from triptych.kvpool.prefix.blocks import (
     Block,
+    IndexStats,
     Limits,
     Namespace,
     Payload,
     Pin,
     PinId,
+    Published,
     SoftPinId,
     sha256,
 )
@@ -34,13 +36,22 @@ Path = tuple[int, tuple[int, ...]]
 """Which namespace, and all tokens from the start of the prompt to the end of the block."""
 
 
-def namespace(salt: bytes, profile: str = "auto") -> Namespace:
-    return Namespace(salt=salt, model="m", revision="1", profile=profile)
+def namespace(salt: bytes, profile: str = "auto", window_blocks: int = 0) -> Namespace:
+    return Namespace(
+        salt=salt, model="m", revision="1", profile=profile, window_blocks=window_blocks
+    )
 
 
-NAMESPACES = [namespace(b"a"), namespace(b"b"), namespace(b"both"), namespace(b"a", "k8v4")]
+NAMESPACES = [
+    namespace(b"a"),
+    namespace(b"b"),
+    namespace(b"both", "sliding", 2),
+    namespace(b"a", "k8v4", 1),
+]
 TENANTS = [(0, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "a")]
-"""Who asks in which namespace: two tenants share one."""
+"""Who asks in which namespace: two tenants share one. In two of them blocks have window entries."""
+WINDOW = (-1,)
+"""Behind the tokens of a block: its window entry."""
 
 
 @dataclass
@@ -69,7 +80,8 @@ class Checked:
         """False where keys collide: then the index may know less than the model, never else."""
         self.index = PrefixIndex(STEP, LIMITS, policy, digest=digest)
         self.kept = dict[Path, Kept]()
-        self.pins = dict[PinId, Path]()
+        self.pins = dict[PinId, list[Path]]()
+        """The last block, and window entries."""
         self.ended = [PinId(0)]
         self.soft_pins = dict[SoftPinId, list[Kept]]()
         self.tick = self.page = self.gone = 0
@@ -87,22 +99,42 @@ class Checked:
             found.append((space, tokens[:end]))
         return found
 
+    def windows(self, chain: Sequence[Path]) -> list[Path]:
+        """The resident window entries of blocks."""
+        entries = [(space, tokens + WINDOW) for space, tokens in chain]
+        return [entry for entry in entries if entry in self.kept]
+
+    def needed(self, chain: Sequence[Path]) -> list[Path]:
+        """The resident window entries that a request with this prefix needs."""
+        count = NAMESPACES[chain[0][0]].window_blocks if chain else 0
+        return self.windows(chain[max(0, len(chain) - count) :])
+
+    def to_use(self, chain: Sequence[Path]) -> list[Path]:
+        return [*chain, *self.needed(chain)]
+
+    def usable(self, path: Path) -> list[Path]:
+        """The longest beginning of the chain whose last window entries are all there."""
+        chain, count = self.longest(path), NAMESPACES[path[0]].window_blocks
+        while chain and len(self.needed(chain)) < min(count, len(chain)):
+            chain.pop()
+        return chain
+
     def below(self, path: Path) -> list[Path]:
         """Itself and all blocks that follow it."""
         space, tokens = path
         return [p for p in self.kept if p[0] == space and p[1][: len(tokens)] == tokens]
 
-    def pinned(self, path: Path, soft_pin: Path | None = None) -> bool:
-        held = [*self.pins.values(), *([soft_pin] if soft_pin else [])]
+    def pinned(self, path: Path, keep: Sequence[Path] = ()) -> bool:
+        held = [*(each for pin in self.pins.values() for each in pin), *keep]
         return any(space == path[0] and t[: len(path[1])] == path[1] for space, t in held)
 
-    def can_free(self, tenant: str | None, soft_pin: Path | None) -> int:
+    def can_free(self, tenant: str | None, keep: Sequence[Path]) -> int:
         """Bytes that can be had by evicting this tenant's blocks, or all."""
         return sum(
             entry.nbytes
             for path, entry in self.kept.items()
             if all(
-                not self.pinned(p, soft_pin) and tenant in (None, self.kept[p].tenant)
+                not self.pinned(p, keep) and tenant in (None, self.kept[p].tenant)
                 for p in self.below(path)
             )
         )
@@ -111,6 +143,8 @@ class Checked:
         return sum(e.nbytes for e in self.kept.values() if tenant in (None, e.tenant))
 
     def worth(self, entry: Kept) -> float:
+        if not entry.nbytes or not entry.uses:
+            return -1.0
         if isinstance(self.policy, LruPolicy):
             return entry.uses[-1]
         uses = sum(2.0 ** ((at - self.tick) / HALF_LIFE) for at in entry.uses)
@@ -119,7 +153,7 @@ class Checked:
     def note_evicted(
         self,
         blocks: Iterable[Block],
-        soft_pin: Path | None,
+        keep: Sequence[Path],
         own: str | None,
         over: int,
         coming: int = 0,
@@ -137,7 +171,7 @@ class Checked:
                 p
                 for p, entry in self.kept.items()
                 if self.below(p) == [p]
-                and not self.pinned(p, soft_pin)
+                and not self.pinned(p, keep)
                 and scope in (None, entry.tenant)
             ]
             assert path in leaves
@@ -151,7 +185,7 @@ class Checked:
                 others = [p for p in others if self.kept[p].tenant == self.kept[path].tenant]
             assert path in others or not others, "what is guarded goes last"
             lowest = min(self.worth(self.kept[p]) for p in others or leaves)
-            assert self.worth(self.kept[path]) <= lowest * (1 + 1e-9)
+            assert self.worth(self.kept[path]) <= lowest + abs(lowest) * 1e-9
             freed += self.kept.pop(path).nbytes
             self.gone += 1
 
@@ -161,7 +195,8 @@ class Checked:
             assert len(blocks) == len(paths)
         for block, path in zip(blocks, paths, strict=False):
             assert block.pages.tolist() == self.kept[path].pages
-            assert np.frombuffer(block.tokens, "<i4").tolist() == list(path[1][-STEP:])
+            own = () if path[1][-1:] == WINDOW else path[1][-STEP:]
+            assert np.frombuffer(block.tokens, "<i4").tolist() == list(own)
             assert block.namespace == NAMESPACES[path[0]]
 
     # ---------------------------------------------------------- operations
@@ -169,24 +204,26 @@ class Checked:
     def lookup(self, who: tuple[int, str], tokens: tuple[int, ...]) -> None:
         blocks = self.index.lookup(NAMESPACES[who[0]], tokens)
         assert len(blocks) * STEP < max(1, len(tokens))
-        self.require_same(blocks, self.longest((who[0], tokens[:-1])))
+        self.require_same(blocks, self.usable((who[0], tokens[:-1])))
 
     def acquire(self, who: tuple[int, str], tokens: tuple[int, ...]) -> None:
         self.tick += 1
-        expected = self.longest((who[0], tokens[:-1]))
+        expected = self.usable((who[0], tokens[:-1]))
         hold = self.index.acquire(NAMESPACES[who[0]], tokens)
         self.seen["hit" if hold else "miss"] += 1
         if hold is None:
             assert not expected or not self.exact
             return
-        self.require_same(hold.blocks, expected)
-        for path in expected[: len(hold.blocks)]:
+        chain = expected[: len(hold.blocks)]
+        self.require_same(hold.blocks, chain)
+        self.require_same(hold.windows, self.needed(chain))
+        for path in self.to_use(chain):
             self.kept[path].uses.append(self.tick)
-        self.note_hold(hold, expected[len(hold.blocks) - 1])
+        self.note_hold(hold, [chain[-1], *self.needed(chain)])
 
-    def note_hold(self, hold: Pin, path: Path) -> None:
+    def note_hold(self, hold: Pin, paths: list[Path]) -> None:
         assert hold.id not in {*self.pins, *self.ended}
-        self.pins[hold.id] = path
+        self.pins[hold.id] = paths
 
     def release(self, at: int) -> None:
         """End a hold that there is; and one that ended before cannot end again."""
@@ -202,18 +239,20 @@ class Checked:
         return any(entry is each for chain in self.soft_pins.values() for each in chain)
 
     def soft_pin(self, who: tuple[int, str], tokens: tuple[int, ...], most_bytes: int) -> None:
-        chain = [self.kept[path] for path in self.longest((who[0], tokens))]
+        chain = self.longest((who[0], tokens))
         soft_pin = self.index.soft_pin(NAMESPACES[who[0]], tokens, most_bytes)
         fitting = [
-            entry
-            for at, entry in enumerate(chain)
-            if sum(each.nbytes for each in chain[: at + 1]) <= most_bytes
+            length
+            for length in range(1, len(chain) + 1)
+            if len(self.usable(chain[length - 1])) == length
+            and sum(self.kept[path].nbytes for path in self.to_use(chain[:length])) <= most_bytes
         ]
         if soft_pin is None:
             assert not fitting or not self.exact
             return
-        assert soft_pin.blocks == len(fitting) or not self.exact
-        self.soft_pins[soft_pin.id] = fitting[: soft_pin.blocks]
+        assert not self.exact or soft_pin.blocks == fitting[-1]
+        covered = self.to_use(chain[: soft_pin.blocks])
+        self.soft_pins[soft_pin.id] = [self.kept[path] for path in covered]
         assert soft_pin.nbytes == sum(each.nbytes for each in self.soft_pins[soft_pin.id])
 
     def soft_unpin(self, at: int) -> None:
@@ -238,55 +277,112 @@ class Checked:
         if not payloads:
             return
         before = len(tokens) // STEP - len(payloads)
-        chain = self.longest((space, tokens))
-        new = payloads[max(0, len(chain) - before) :]
-        soft_pin = chain[-1] if chain else None
-        wanted = sum(payload.nbytes for payload in new)
-        over = self.held_bytes(tenant) + wanted - LIMITS.of(tenant)
-        too_much = self.held_bytes() + wanted - LIMITS.total_bytes
+        chain, paths = self.longest((space, tokens)), self.blocks_of(space, tokens)
+        new = list(zip(paths[before:], payloads, strict=True))[max(0, len(chain) - before) :]
         known = self.index.stat()
+        wanted, over, too_much = self.room_for(new, tenant)
         done = self.index.publish(NAMESPACES[space], tokens, payloads, tenant=tenant)
+        keep = chain[-1:]
+        outcome = self.expected(len(chain) < before, tenant, over, too_much, keep)
+        if self.agrees(done, outcome, known) and done.pin is not None:
+            self.note_evicted(done.evicted, keep, tenant, over, wanted)
+            self.require_sparing(done.evicted, max(over, too_much))
+            for path in chain[before:]:
+                self.kept[path].uses.append(self.tick)
+            self.note_new(done, new, tenant, [True] * len(new))
+            self.require_same(done.pin.blocks, self.longest((space, tokens)))
+            self.note_hold(done.pin, paths[-1:])
+
+    def publish_windows(
+        self, who: tuple[int, str], tokens: tuple[int, ...], costs: Sequence[tuple[int, float]]
+    ) -> None:
+        """Publish window entries of the last blocks of the tokens."""
+        space, tenant = who
+        tokens = tokens[: len(tokens) // STEP * STEP]
+        payloads = [self.payload(*cost) for cost in costs[: len(tokens) // STEP]]
+        count = NAMESPACES[space].window_blocks
+        if not payloads or not count:
+            return
+        paths, chain = self.blocks_of(space, tokens), self.longest((space, tokens))
+        behind = paths[len(paths) - len(payloads) :]
+        entries = [(where, path + WINDOW) for where, path in behind]
+        there = [at for at, entry in enumerate(entries, 1) if entry in self.kept]
+        new = list(zip(entries, payloads, strict=True))[max(there, default=0) :]
+        is_end = not any(len(p[1]) > len(tokens) + 1 for p in self.below((space, tokens)))
+        used = self.needed(paths) if is_end else []
+        keep = [paths[-1], *used, *self.windows(behind)]
+        known = self.index.stat()
+        wanted, over, too_much = self.room_for(new, tenant)
+        done = self.index.publish_windows(NAMESPACES[space], tokens, payloads, tenant=tenant)
+        gone = len(chain) < len(paths)
+        outcome = self.expected(gone, tenant, over, too_much, [] if gone else keep)
+        if self.agrees(done, outcome, known) and done.pin is not None:
+            self.note_evicted(done.evicted, keep, tenant, over, wanted)
+            self.require_sparing(done.evicted, max(over, too_much))
+            for path in used:
+                self.kept[path].uses.append(self.tick)
+            ends = {(where, path + WINDOW) for where, path in paths[-count:]} if is_end else set()
+            self.note_new(done, new, tenant, [path in ends for path, _ in new])
+            self.require_same(done.pin.blocks, paths)
+            self.require_same(done.pin.windows, self.windows(behind))
+            self.note_hold(done.pin, [paths[-1], *self.windows(behind)])
+
+    def blocks_of(self, space: int, tokens: tuple[int, ...]) -> list[Path]:
+        """All blocks of tokens, resident or not."""
+        return [(space, tokens[:end]) for end in range(STEP, len(tokens) + 1, STEP)]
+
+    def room_for(self, new: Sequence[tuple[Path, Payload]], tenant: str) -> tuple[int, int, int]:
+        """Bytes of new blocks, and by how many they would exceed the quota and the total."""
+        wanted = sum(payload.nbytes for _, payload in new)
+        over = self.held_bytes(tenant) + wanted - LIMITS.of(tenant)
+        return wanted, over, self.held_bytes() + wanted - LIMITS.total_bytes
+
+    def expected(
+        self, gone: bool, tenant: str, over: int, too_much: int, keep: Sequence[Path]
+    ) -> str:
+        if gone:
+            return "parent"
+        if over > self.can_free(tenant, keep):
+            is_both = too_much > self.can_free(None, keep)
+            return "quota or memory" if is_both else "quota"
+        return "memory" if too_much > self.can_free(None, keep) else "published"
+
+    def agrees(self, done: Published, outcome: str, known: IndexStats) -> bool:
+        """Whether the index did as the model; False: a collision kept it from that."""
         self.seen[done.refused or "published"] += 1
         if done.refused is not None:
             assert (done.added, done.pin, done.evicted) == (0, None, ())
             assert self.index.stat().bytes_by_tenant == known.bytes_by_tenant
         if not self.exact and done.refused in ("collision", "parent"):
-            return
-        if len(chain) < before:
-            assert done.refused == "parent"
-        elif over > self.can_free(tenant, soft_pin):
-            both = done.refused == "memory" and too_much > self.can_free(None, soft_pin)
-            assert done.refused == "quota" or both
-        elif too_much > self.can_free(None, soft_pin):
-            assert done.refused == "memory"
-        else:
-            assert done.refused is None
-            assert done.added == len(new)
-            self.note_evicted(done.evicted, soft_pin, tenant, over, wanted)
-            spared = sum(block.nbytes for block in done.evicted[:-1])
-            assert not done.evicted or spared < max(over, too_much), "no more than must go"
-            for path in chain[before:]:
-                self.kept[path].uses.append(self.tick)
-            self.note_new(space, tokens, new, tenant)
-            assert done.pin is not None
-            self.require_same(done.pin.blocks, self.longest((space, tokens)))
-            self.note_hold(done.pin, (space, tokens))
+            return False
+        assert (done.refused or "published") in outcome.split(" or ")
+        return True
+
+    def require_sparing(self, evicted: Sequence[Block], most: int) -> None:
+        spared = sum(block.nbytes for block in evicted[:-1])
+        assert not evicted or spared < max(1, most), "no more than must go"
 
     def payload(self, nbytes: int, seconds: float) -> Payload:
         self.page += 2
         return Payload(np.array([self.page, self.page + 1], np.int32), nbytes, seconds)
 
-    def note_new(self, space: int, tokens: tuple[int, ...], new: list[Payload], who: str) -> None:
-        first = len(tokens) - STEP * len(new)
-        for at, payload in enumerate(new, 1):
+    def note_new(
+        self,
+        done: Published,
+        new: Sequence[tuple[Path, Payload]],
+        who: str,
+        used: Sequence[bool],
+    ) -> None:
+        assert done.added == len(new)
+        for (path, payload), is_used in zip(new, used, strict=True):
+            uses = [self.tick] if is_used else []
             pages = payload.pages.tolist()
-            entry = Kept(payload.nbytes, payload.seconds, who, pages, [self.tick])
-            self.kept[space, tokens[: first + at * STEP]] = entry
+            self.kept[path] = Kept(payload.nbytes, payload.seconds, who, pages, uses)
 
     def evict(self, nbytes: int) -> None:
-        free = self.can_free(None, None)
+        free = self.can_free(None, ())
         evicted = self.index.evict(nbytes)
-        self.note_evicted(evicted, None, None, 0)
+        self.note_evicted(evicted, (), None, 0)
         freed = sum(block.nbytes for block in evicted)
         assert min(nbytes, free) <= freed <= free
         assert freed - sum(block.nbytes for block in evicted[-1:]) < max(1, nbytes)
@@ -297,7 +393,8 @@ class Checked:
         """The books agree with each other and with the model."""
         assert self.index.check() == []
         stat = self.index.stat()
-        assert stat.blocks == len(self.kept)
+        windows = sum(path[1][-1:] == WINDOW for path in self.kept)
+        assert (stat.blocks, stat.windows) == (len(self.kept) - windows, windows)
         assert stat.nbytes == self.held_bytes() == sum(stat.bytes_by_tenant.values())
         assert stat.nbytes <= LIMITS.total_bytes
         assert (stat.pins, stat.evictions) == (len(self.pins), self.gone)
@@ -314,7 +411,7 @@ class Checked:
 
 asking = st.sampled_from(TENANTS)
 prompts = st.sampled_from([prompt[:end] for prompt in PROMPTS for end in range(10)])
-costs = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.0, 0.25, 7.5])), max_size=4)
+costs = st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0.0, 0.25, 7.5])), max_size=4)
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -339,6 +436,13 @@ class PrefixMachine(RuleBasedStateMachine):
         self, who: tuple[int, str], tokens: tuple[int, ...], costs: list[tuple[int, float]]
     ) -> None:
         self.both.publish(who, tokens, costs)
+        self.both.publish_windows(who, tokens, costs[::2])
+
+    @rule(who=asking, tokens=prompts, costs=costs)
+    def publish_windows(
+        self, who: tuple[int, str], tokens: tuple[int, ...], costs: list[tuple[int, float]]
+    ) -> None:
+        self.both.publish_windows(who, tokens, costs)
 
     @rule(who=asking, tokens=prompts, most_bytes=st.sampled_from([0, 9, 36]))
     def soft_pin(self, who: tuple[int, str], tokens: tuple[int, ...], most_bytes: int) -> None:
@@ -392,7 +496,10 @@ def walk(both: Checked, operations: int, chance: random.Random) -> None:
             both.release(chance.randrange(100))
         elif action < 0.97:
             sizes = [(chance.randint(1, 9), chance.choice([0.0, 0.25, 7.5])) for _ in range(4)]
-            both.publish(who, tokens, sizes[: chance.randint(1, 4)])
+            count = chance.randint(1, 4)
+            both.publish(who, tokens, sizes[:count])
+            if chance.random() < 0.7:
+                both.publish_windows(who, tokens, sizes[-count:])
         else:
             both.evict(chance.randrange(20))
         if chance.random() < 0.2:

@@ -28,6 +28,7 @@ from triptych.core.errors import (
 )
 from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import WIRE_VERSION, pack, unpack
+from triptych.kvpool.pool import reservation
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.page_pool import Pool
@@ -98,6 +99,34 @@ def test_pages_of_a_killed_worker_are_free_long_before_its_lease_ends(
     assert (ledger.free_pages, ledger.reclaimed_workers_total) == (ledger.pages, 1)
     assert ledger.reclaimed_pages_total >= 150
     assert server.check() == []
+
+
+@pytest.mark.parametrize("room", [64, 40])
+def test_the_last_pages_are_reserved_while_workers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Nobody gets a page that is not; if the device has no room for all, the others serve."""
+    page = 4096
+    monkeypatch.setattr(reservation, "AT_ONCE_BYTES", 16 * page)
+    monkeypatch.setattr(reservation, "PIECE_BYTES", 8 * page)
+    reserve = Arena.reserve
+
+    def reserve_some(arena: Arena, first: int, end: int) -> None:
+        if end > room:
+            raise PoolError("no room")
+        reserve(arena, first, end)
+
+    monkeypatch.setattr(Arena, "reserve", reserve_some)
+    server = PoolServer(PoolConfig(kv_cache_memory_bytes=64 * page), page, directory=tmp_path)
+    file = tmp_path / server.stat().arena
+    assert (server.stat().free_pages, file.stat().st_blocks * 512 // page) == (16, 17)
+    server.start()
+    assert wait_until(lambda: server.stat().free_pages == room, 20.0) < 20.0
+    assert file.stat().st_blocks * 512 // page > room
+    assert server.check() == []
+    names = ["arena"] if room < 64 else []
+    assert wait_until(lambda: [w.name for w in server.stat().workers] == names, 20.0) < 20.0
+    server.stop()
 
 
 def test_a_frozen_worker_is_ended_before_its_pages_move_on(

@@ -14,16 +14,19 @@ from triptych.router.models.booking import Booking, BookingModel
 
 windows = st.lists(st.sampled_from([0, 3, 24, 90, 200, 512]), min_size=1, max_size=4).filter(any)
 plans = st.builds(
-    lambda sliding, kv_heads, formats, sink, recent: PagePlan(
+    lambda sliding, kv_heads, formats, sink, recent, keeps_answers: PagePlan(
         Geometry(len(sliding), kv_heads, 64, windows=tuple(sliding)),
         PAGE,
         policy(*formats, sink, recent),
+        prefix_bytes=PAGE,
+        keeps_answers=keeps_answers,
     ),
     windows,
     st.integers(1, 3),
     st.sampled_from(HIGH_AND_LOW),
     st.integers(0, 30),
     st.integers(0, 100),
+    st.booleans(),
 )
 
 
@@ -58,7 +61,7 @@ class Row:
         room = self.plan.high.tokens
         while self.window and self.high:
             in_page = min(room, self.high)
-            if self.first + in_page - 1 > seen - self.window:
+            if self.first + in_page > self.plan.first_read(seen, self.window):
                 break
             self.first, self.high = self.first + in_page, self.high - in_page
         self.high += self.plan.retire_tokens

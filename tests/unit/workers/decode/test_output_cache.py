@@ -222,15 +222,20 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
                 scores[at, row : row + 1],
             )
     store = PrefixStore(pool, plan, "weights", "float32")
+
+    def slot_tokens(span: range) -> SlotTokenSource | None:
+        memory = DevicePages(CPU, arena, arena)
+        return SlotTokenSource.of(memory, method, 1, span, span, stored)
+
     output_tokens = tuple(range(stored))
     first = Prefix(
         tokens=pack_tokens(output_tokens[: 2 * size]), cache_salt="", tenant="", token_s=0.0
     )
     for prefix in (first, replace(first, tokens=pack_tokens(output_tokens), session="s")):
-        kept = store.begin(prefix)
+        kept = store.begin(prefix, 0)
         assert kept is not None
-        span = kept.first * size, kept.last * size
-        kept.source = SlotTokenSource.of(DevicePages(CPU, arena, arena), method, 1, span, stored)
+        span = range(kept.first * size, kept.last * size)
+        kept.source = slot_tokens(span)
         assert kept.source is not None
         while not store.publish_next(kept, 1):
             pass
@@ -256,9 +261,7 @@ def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: in
             attention[0, 0, : 3 * size], mean * torch.arange(3 * size, 0, -1)
         )
     tables[0].tokens[1, 1, 0] -= 1
-    assert (
-        SlotTokenSource.of(DevicePages(CPU, arena, arena), method, 1, (0, size), stored) is None
-    ), "a row dropped one"
+    assert slot_tokens(range(size)) is None, "a row dropped one"
     assert attention.isfinite().all()
 
 

@@ -265,10 +265,12 @@ class SlowDisk:
 # ------------------------------------------------------------------ the store alone
 
 
-def filled_store(policy: str, sink_tokens: int) -> tuple[PrefixStore, np.ndarray, int]:
+def filled_store(
+    policy: str, sink_tokens: int, windows: tuple[int, ...] = ()
+) -> tuple[PrefixStore, np.ndarray, int]:
     """A store, and raw pages of a prompt of three blocks and a bit."""
     settings = {"compressor": {"profile": "none", "sink_tokens": sink_tokens, **POLICIES[policy]}}
-    plan = PagePlan.of(AppConfig.from_mapping(settings), Geometry(2, 2, 32))
+    plan = PagePlan.of(AppConfig.from_mapping(settings), Geometry(2, 2, 32, windows=windows))
     plan = replace(plan, prefix_bytes=1 << 20)
     rows, count = plan.geometry.head_rows, 3 * plan.block_tokens + 5
     limits = PrefixSettings(
@@ -326,6 +328,38 @@ def test_what_is_published_comes_back(policy: str, sink_tokens: int) -> None:
     torch.testing.assert_close(attention[0, 1, :found], sums[0])
     torch.testing.assert_close(attention[1, 2, :found], sums[3])
     assert not attention[..., found:].any()
+    assert store.pool.check() == []
+
+
+@pytest.mark.parametrize("window", [1, 2, 30, 1000])
+def test_of_layers_with_a_window_only_what_is_read_is_loaded(window: int) -> None:
+    """The rest is zeros, whatever the pages had before; window entries are evicted first."""
+    store, raw, count = filled_store("k8v8", 1, windows=(0, window))
+    plan, arena = store.plan, torch.from_numpy(store.pool.arena.data)
+    prefix = Prefix(tokens=pack_tokens(range(count)), cache_salt="", tenant="t", token_s=0.01)
+    store.publish(prefix, RawPages(DevicePages(CPU, arena, arena), plan, raw, None))
+    request = Request(id="r", prompt=tuple(range(count)), sampling=Sampling(), reply_to="")
+    again = store.pool.allocate(raw.size).reshape(2, 2, -1)
+    arena[torch.from_numpy(again).long()] = 255
+    found = store.load(request, again, None)
+    assert found == 3 * plan.block_tokens
+    lengths = torch.full((4,), found, dtype=torch.int32)
+    old = load_tokens(arena, plan.raw, torch.from_numpy(raw), lengths)
+    new = load_tokens(arena, plan.raw, torch.from_numpy(again.reshape(4, -1)), lengths)
+    assert torch.equal(old[2], new[2])
+    first = max(0, 3 - plan.window_blocks) * plan.block_tokens
+    assert first <= max(0, found - window + 1)
+    for before, after in zip(old[:2], new[:2], strict=True):
+        assert (before - after)[:2].abs().max() < 0.02
+        assert not after[2:, :first].any()
+        assert not (before - after)[2:, first:].abs().gt(0.02).any()
+    kept = store.pool.stat().prefix
+    assert (kept.blocks, kept.windows) == (3, 3 if window > 1 else 0)
+    if kept.windows > plan.window_blocks:
+        store.pool.borrow_cache_memory((1 << 20) - kept.bytes + 1)
+        left = store.pool.stat().prefix
+        assert (left.blocks, left.windows) == (3, 2)
+        assert store.load(request, again, None) == found
     assert store.pool.check() == []
 
 

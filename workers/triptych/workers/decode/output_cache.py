@@ -58,18 +58,19 @@ class SlotTokenSource:
         memory: DevicePages,
         method: MethodTables,
         slot: int,
-        span: tuple[int, int],
+        span: range,
+        in_windows: range,
         stored: int,
     ) -> "SlotTokenSource | None":
         """The tokens of a slot in ``span``; None if a head row has dropped any token.
 
         Tokens behind a dropped one were computed without it, so other requests cannot use them.
         Those that a layer with a sliding window dropped because no later token reads them do not
-        count, unless they are in ``span``.
+        count, unless they are among ``in_windows``, which are wanted of these layers.
         """
         plan, tables = method.plan, method.sections
         rows = plan.geometry.head_rows
-        first, end = span
+        first, end = min(span.start, in_windows.start), max(span.stop, in_windows.stop)
         keeps_all = np.array(plan.windows) == 0
         complete = np.flatnonzero(keeps_all | plan.policy.drops_tokens)
         if np.any(sum(table.tokens[complete, slot] for table in tables) != stored):
@@ -90,20 +91,24 @@ class SlotTokenSource:
             found[0, head, token] = index
             found[1, head, token] = pages[head, column]
             found[2, head, token] = row
-        if np.any(found < 0):
+        wanted = np.zeros((rows, end - first), np.bool_)
+        is_full = np.repeat(keeps_all, plan.geometry.kv_heads)
+        wanted[is_full, span.start - first : span.stop - first] = True
+        wanted[~is_full, in_windows.start - first : in_windows.stop - first] = True
+        if np.any(found[0][wanted] < 0):
             return None
         fixed = -1 if method.fixed is None else len(tables) - 1
         return cls(memory, plan, tables, stored, first, *found, fixed=fixed)
 
-    def copy_sink(self, target: Ids) -> None:
+    def copy_sink(self, rows: Ids, target: Ids) -> None:
         """Fill raw pages with the first tokens, as ``TokenSource`` describes."""
         raw, put = self.plan.raw, self.memory.device.put
         page, row = page_slots_of(target, raw.tokens, 0, target.shape[1] * raw.tokens)
-        self._copy(0, target.shape[1] * raw.tokens, raw, (put(page), put(row)))
+        self._copy(rows, 0, target.shape[1] * raw.tokens, raw, (put(page), put(row)))
 
-    def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
+    def copy(self, rows: Ids, start: int, count: int, target: PageSlots) -> Tensor | None:
         """Write tokens into slots of high pages, as ``TokenSource`` describes."""
-        self._copy(start, count, self.plan.high, target)
+        self._copy(rows, start, count, self.plan.high, target)
         put, part = self.memory.device.put, slice(start - self.first, start - self.first + count)
         if not self.plan.policy.needs_significance:
             return None
@@ -112,14 +117,16 @@ class SlotTokenSource:
         kept = segments(self.memory.near, self.plan.high).scores
         scores = kept[target[0].long(), target[1].long()]
         seen_by = put(self.stored - np.arange(start, start + count, dtype=np.float32))
-        is_mean = put(self.table[:, part] == self.fixed)
+        is_mean = put(self.table[rows, part] == self.fixed)
         return scores.view(-1, count) / torch.where(is_mean, 1.0, seen_by)
 
-    def _copy(self, start: int, count: int, layout: PageLayout, target: PageSlots) -> None:
+    def _copy(
+        self, rows: Ids, start: int, count: int, layout: PageLayout, target: PageSlots
+    ) -> None:
         """Write ``count`` tokens from ``start`` on into slots of pages of a layout."""
         put, part = self.memory.device.put, slice(start - self.first, start - self.first + count)
         table, page, row = (
-            part_.ravel() for part_ in (self.table[:, part], self.page[:, part], self.row[:, part])
+            part_[rows, part].ravel() for part_ in (self.table, self.page, self.row)
         )
         for index, one in enumerate(self.tables):
             mine = np.flatnonzero(table == index)
@@ -169,18 +176,9 @@ class OutputCache:
         return None if store is None or mode == "never" else cls(store, memory, mode)
 
     def should_publish(self, request: Request) -> bool:
-        """Whether the output of a request is published.
-
-        A policy that needs significance but does not score output tokens would classify them
-        wrongly in the next turn.
-        """
+        """Whether the output of a request is published."""
         plan = self.store.plan.of_method(request.method)
-        policy = plan.policy
-        if not plan.caches_prompts:
-            return False
-        if policy.needs_significance and not policy.score_every:
-            return False
-        return self.mode == "always" or bool(request.session)
+        return plan.publishes_answers and (self.mode == "always" or bool(request.session))
 
     def publish_next(self, finished: FinishedOutput) -> bool:
         """Publish the next block of an output; True if none is left.
@@ -213,15 +211,17 @@ class OutputCache:
             token_s=finished.token_s,
             session=request.session,
         )
-        kept = store.begin(prefix)
-        if kept is None or kept.first == kept.last:
-            return kept
         size = store.plan.block_tokens
-        span = kept.first * size, kept.last * size
+        first_window = max(0, finished.stored // size - store.plan.window_blocks)
+        kept = store.begin(prefix, first_window)
+        if kept is None or kept.is_done:
+            return kept
+        span = range(kept.first * size, kept.last * size)
+        in_windows = range(min([*kept.windows, kept.last]) * size, kept.last * size)
         kept.source = SlotTokenSource.of(
-            self.memory, finished.tables, finished.slot, span, finished.stored
+            self.memory, finished.tables, finished.slot, span, in_windows, finished.stored
         )
         if kept.source is None:
             store.skipped["TokensDropped"] += 1
-            kept.last = kept.first
+            kept.give_up()
         return kept

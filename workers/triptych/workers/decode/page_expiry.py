@@ -19,20 +19,20 @@ Ids = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
 
-def expired_pages(positions: Ids, tokens: Ids, windows: Ids, now: int) -> Mask:
-    """The pages of some rows of whose tokens none is read at position ``now`` or later.
+def expired_pages(positions: Ids, tokens: Ids, first_read: Ids) -> Mask:
+    """The pages of some rows of whose tokens none is read any more.
 
-    Shapes:  positions [rows, pages, tokens of a page]; tokens [rows], those that a row has; windows
-             [rows] -> [rows, pages]
+    Shapes:  positions [rows, pages, tokens of a page]; tokens [rows], those that a row has;
+             first_read [rows], the first position that is read -> [rows, pages]
 
     >>> positions = np.arange(6, dtype=np.int32).reshape(1, 3, 2)
-    >>> expired_pages(positions, np.array([5]), np.array([4]), 5).tolist()  # it reads 2, 3, 4
+    >>> expired_pages(positions, np.array([5]), np.array([2])).tolist()
     [[True, False, False]]
     """
     _, pages, room = positions.shape
     first = np.arange(pages * room).reshape(pages, room)
     is_stored = first < tokens[:, None, None]
-    is_read = is_stored & (positions > now - windows[:, None, None])
+    is_read = is_stored & (positions >= first_read[:, None, None])
     return is_stored[..., 0] & ~is_read.any(2)
 
 
@@ -54,11 +54,11 @@ class PageExpiry:
         """Layers with a sliding window."""
         return np.flatnonzero(self.tables.plan.windows).astype(np.int32)
 
-    @cached_property
-    def _windows(self) -> Ids:
-        """The window of each of their rows."""
-        windows = np.array(self.tables.plan.windows, np.int32)[self._layers]
-        return np.repeat(windows, self.tables.plan.geometry.kv_heads)
+    def _first_read(self, now: int) -> Ids:
+        """The first position that is read of each of their rows, from the token at ``now`` on."""
+        plan = self.tables.plan
+        first = [plan.first_read(now, window) for window in plan.windows if window]
+        return np.repeat(np.array(first, np.int32), plan.geometry.kv_heads)
 
     def remove(self, slot: int, now: int) -> Ids:
         """Remove the pages of a slot that no token from position ``now`` on reads.
@@ -94,7 +94,7 @@ class PageExpiry:
         used = np.arange(width) < -(-tokens // np.int32(layout.tokens))[:, None]
         at = self.memory.device.put(np.where(used, pages, 0)).long()
         positions = segments(self.memory.near, layout).positions[at].cpu().numpy()
-        return expired_pages(positions, tokens, self._windows, now)
+        return expired_pages(positions, tokens, self._first_read(now))
 
 
 def tokens_in(pages: Ids, stored: int, room: int) -> int:

@@ -5,9 +5,9 @@
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from triptych.workers.kv.device_pages import DevicePages
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Ids = NDArray[np.int32]
 PageSlots = tuple[Tensor, Tensor]
 """Page and row in the page of some tokens."""
@@ -40,8 +42,9 @@ PAGES_VERSION = 2
 class BlockPages:
     """Page ids of consecutive blocks of a cached prefix: high pages, then raw pages of the sink.
 
-    A block is ``block_tokens`` tokens of every head row. Only the first block of a prefix has raw
-    pages: copies of the sink's, beside the same tokens in high pages.
+    A block has ``block_tokens`` tokens of each head row without a sliding window, its window entry
+    those of the others. Only the first block of a prefix has raw pages: copies of the sink's,
+    beside the same tokens in high pages.
     """
 
     high: Ids
@@ -51,18 +54,19 @@ class BlockPages:
     """[head rows, raw pages of the sink]; empty if the blocks begin behind it."""
 
     @classmethod
-    def of(cls, plan: PagePlan, first: int, blocks: list[Ids]) -> Self:
-        """Split the page ids of blocks; ``first`` is the index of the first block.
+    def of(cls, plan: PagePlan, rows: int, first: int, blocks: Sequence[Ids]) -> Self:
+        """Split the page ids of blocks, or of window entries.
+
+        ``rows``: their head rows; ``first``: the index of the first block.
 
         Raises: PoolError if the number of pages of a block differs from the plan
         """
-        if [len(ids) for ids in blocks] != [
-            plan.block_pages(index) for index in range(first, first + len(blocks))
-        ]:
+        indexes = range(first, first + len(blocks))
+        if [len(ids) for ids in blocks] != [rows * plan.block_row_pages(at) for at in indexes]:
             raise PoolError("the blocks of a prefix are of another plan")
-        rows = plan.geometry.head_rows
-        high = [ids[: rows * BLOCK_PAGES].reshape(rows, -1) for ids in blocks]
-        return cls(np.concatenate(high, axis=1), blocks[0][rows * BLOCK_PAGES :].reshape(rows, -1))
+        count, sink = rows * BLOCK_PAGES, plan.block_row_pages(first) - BLOCK_PAGES
+        high = [ids[:count].reshape(rows, BLOCK_PAGES) for ids in blocks]
+        return cls(np.concatenate(high, axis=1), blocks[0][count:].reshape(rows, sink))
 
 
 @dataclass(frozen=True)
@@ -80,14 +84,14 @@ class SharedPrefix:
 class TokenSource(Protocol):
     """A source of one sequence's tokens in a worker's pages."""
 
-    def copy_sink(self, target: Ids) -> None:
-        """Fill raw pages with the first tokens, [head rows, pages of the sink]."""
+    def copy_sink(self, rows: Ids, target: Ids) -> None:
+        """Fill raw pages with the first tokens of some head rows, [rows, pages of the sink]."""
         ...
 
-    def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
+    def copy(self, rows: Ids, start: int, count: int, target: PageSlots) -> Tensor | None:
         """Write ``count`` tokens from ``start`` on into slots of high pages, head row by head row.
 
-        Returns: mean attention that each received, [head rows, count]; None if not needed
+        Returns: mean attention that each received, [rows, count]; None if not needed
         """
         ...
 
@@ -103,19 +107,22 @@ class RawPages:
     significance: Tensor | None
     """Mean attention of each token, [head rows, tokens]; None if not needed."""
 
-    def copy_sink(self, target: Ids) -> None:
-        copy_pages(self.memory, self.pages[:, : target.shape[1]], target)
+    def copy_sink(self, rows: Ids, target: Ids) -> None:
+        copy_pages(self.memory, self.pages[rows, : target.shape[1]], target)
 
-    def copy(self, start: int, count: int, target: PageSlots) -> Tensor | None:
+    def copy(self, rows: Ids, start: int, count: int, target: PageSlots) -> Tensor | None:
         put = self.memory.device.put
-        page, row = map(put, page_slots_of(self.pages, self.plan.raw.tokens, start, count))
+        pages = self.pages[rows]
+        page, row = map(put, page_slots_of(pages, self.plan.raw.tokens, start, count))
         transcode(self.memory.near, self.plan.raw, self.plan.high, page, row, *target)
-        return None if self.significance is None else self.significance[:, start : start + count]
+        if self.significance is None:
+            return None
+        return self.significance[put(rows).long(), start : start + count]
 
 
 @dataclass
 class PendingPublication:
-    """A sequence whose missing blocks are published, some at a time."""
+    """A sequence whose missing blocks are published, some at a time, and then window entries."""
 
     prefix: Prefix
     namespace: Namespace
@@ -125,8 +132,39 @@ class PendingPublication:
     """The next block."""
     last: int
     """The end of the blocks to publish."""
+    windows: list[int] = field(default_factory=list[int])
+    """Blocks whose window entries are to be published, ascending."""
     source: TokenSource | None = None
     """Source of the tokens of these blocks; required if there are any."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.blocks_are_done and not self.windows
+
+    @property
+    def blocks_are_done(self) -> bool:
+        return self.first == self.last
+
+    def next_blocks(self, most: int) -> range:
+        """Consecutive blocks that are published next, or whose window entries are."""
+        if not self.blocks_are_done:
+            return range(self.first, min(self.first + most, self.last))
+        first, end = self.windows[0], self.windows[0] + 1
+        while end in self.windows[:most]:
+            end += 1
+        return range(first, end)
+
+    def published(self, blocks: range) -> None:
+        """Go on behind blocks, or window entries, that ``next_blocks`` named."""
+        if self.blocks_are_done:
+            del self.windows[: len(blocks)]
+        else:
+            self.first = blocks.stop
+
+    def give_up(self) -> None:
+        """Publish nothing more."""
+        self.last = self.first
+        self.windows.clear()
 
 
 @dataclass
@@ -153,6 +191,10 @@ class PrefixStore:
     def __post_init__(self) -> None:
         self._memory = DevicePages.in_place(self.pool.arena, self.device)
         self._profile = profile_of(self.plan, self.arithmetic)
+        windows = np.repeat(np.array(self.plan.windows), self.plan.geometry.kv_heads)
+        self._rows: Ids = np.flatnonzero(windows == 0).astype(np.int32)
+        """Head rows of a block; the others are those of its window entry."""
+        self._window_rows: Ids = np.flatnonzero(windows).astype(np.int32)
 
     def of_method(self, name: str) -> "PrefixStore":
         """Access to the prefixes of requests of a method; empty: of the default one.
@@ -174,6 +216,7 @@ class PrefixStore:
             revision=self.revision,
             profile=self._profile,
             block_tokens=self.plan.block_tokens,
+            window_blocks=self.plan.window_blocks,
         )
 
     # ---------------------------------------------------------------- reading
@@ -194,6 +237,8 @@ class PrefixStore:
         """Load the cached prefix of a prompt into its raw pages.
 
         Returns: number of tokens loaded
+
+        In layers with a sliding window, tokens that the rest of the prompt does not read are zeros.
 
         ``attention`` gets the attention of the prefix's tokens to each other: the stored mean times
         the tokens of the prefix that see each. An approximation: the mean was taken over all of
@@ -226,7 +271,7 @@ class PrefixStore:
         if found is None:
             return None
         try:
-            high = BlockPages.of(self.plan, 0, list(found.blocks)).high
+            high = BlockPages.of(self.plan, self._rows.size, 0, found.blocks).high
         except PoolError:
             self.pool.release_prefix(found.pin)
             raise
@@ -234,24 +279,60 @@ class PrefixStore:
         pages = high[:, span.start // each : span.stop // each]
         if self.plan.sink_shift:
             pages = np.roll(pages, -1, axis=1)
-        reads = np.repeat(np.array(self.plan.windows) == 0, self.plan.geometry.kv_heads)
-        counts = np.where(reads, len(span), 0).astype(np.int32)
-        return SharedPrefix(found.pin, counts, pages[reads].ravel())
+        counts: Ids = np.zeros(self.plan.geometry.head_rows, np.int32)
+        counts[self._rows] = len(span)
+        return SharedPrefix(found.pin, counts, pages.ravel())
 
     def _load(self, found: FoundPrefix, raw: Ids, attention: Tensor | None) -> None:
-        blocks, count = BlockPages.of(self.plan, 0, list(found.blocks)), found.tokens
-        pages = self._memory.near
-        high = self._high_slots(blocks.high, 0, count)
-        target = self._page_slots(raw, self.plan.raw.tokens, count)
+        every, windows = range(len(found.blocks)), len(found.windows)
+        self._load_rows(self._rows, every, found.blocks, raw, attention)
+        if self._window_rows.size:
+            last = every[len(every) - windows :]
+            self._clear(raw[self._window_rows], last.start * self.plan.block_tokens)
+            self._load_rows(self._window_rows, last, found.windows, raw, attention)
+
+    def _load_rows(
+        self,
+        rows: Ids,
+        blocks: range,
+        ids: Sequence[Ids],
+        raw: Ids,
+        attention: Tensor | None,
+    ) -> None:
+        """Load the tokens of some head rows, which are in blocks or in window entries.
+
+        ``blocks``: the last ones of the prefix; ``ids``: pages of each.
+        """
+        if not (rows.size and blocks):
+            return
+        size, pages = self.plan.block_tokens, self._memory.near
+        start, count = blocks.start * size, len(blocks) * size
+        found = BlockPages.of(self.plan, rows.size, blocks.start, ids)
+        high = self._high_slots(found.high, start, count)
+        target = self._page_slots(raw[rows], self.plan.raw.tokens, start, count)
         transcode(pages, self.plan.high, self.plan.raw, *high, *target)
-        copy_pages(self._memory, blocks.sink, raw[:, : blocks.sink.shape[1]])
+        copy_pages(self._memory, found.sink, raw[rows, : found.sink.shape[1]])
         if attention is not None:
-            geometry = self.plan.geometry
             means = segments(pages, self.plan.high).scores[high[0].long(), high[1].long()]
-            sums = means.view(geometry.layers, geometry.kv_heads, count)
-            sums = sums * torch.arange(count, 0, -1, dtype=torch.float32, device=sums.device)
-            group = attention.shape[1] // geometry.kv_heads
-            attention[:, :, :count] = sums.repeat_interleave(group, dim=1)
+            seen_by = torch.arange(count, 0, -1, dtype=torch.float32, device=means.device)
+            sums = means.view(rows.size, 1, count) * seen_by
+            by_row = attention.view(len(raw), -1, attention.shape[2])
+            by_row[self.device.put(rows).long(), :, start : start + count] = sums
+
+    def _clear(self, raw: Ids, count: int) -> None:
+        """Make zeros of the first ``count`` tokens, whose pages had tokens of others before.
+
+        Attention gives them no weight, but reads them.
+        """
+        each = self.plan.raw.tokens
+        used = -(-count // each)
+        if not used:
+            return
+        ids = self.device.put(raw[:, :used].ravel()).long()
+        self._memory.near[ids] = 0
+        positions = torch.arange(used * each, dtype=torch.int32, device=self.device.name)
+        kept = segments(self._memory.near, self.plan.raw).positions
+        kept[ids] = positions.view(used, each).repeat(len(raw), 1)
 
     # ---------------------------------------------------------------- writing
 
@@ -260,14 +341,17 @@ class PrefixStore:
 
         Raises: PoolUnavailable, NotRegistered
         """
-        kept = self.begin(prefix)
+        blocks_before = prefix.cached_tokens // self.plan.block_tokens
+        kept = self.begin(prefix, max(0, blocks_before - self.plan.window_blocks))
         if kept is not None:
             kept.source = source
             while not self.publish_next(kept, self._blocks_at_once):
                 pass
 
-    def begin(self, prefix: Prefix) -> PendingPublication | None:
+    def begin(self, prefix: Prefix, first_window: int) -> PendingPublication | None:
         """Find the blocks of a sequence that the pool lacks; None if the pool refused.
+
+        ``first_window``: the first block whose tokens the source has in all layers.
 
         Raises: PoolUnavailable, NotRegistered
         """
@@ -275,27 +359,42 @@ class PrefixStore:
         last = len(tokens) // size
         whole, namespace = tokens[: last * size], self.namespace(prefix.cache_salt)
         first = self._tried(lambda: self.pool.known_prefix(namespace, whole)) if last else 0
-        return None if first is None else PendingPublication(prefix, namespace, whole, first, last)
+        windows = self._lacking_windows(namespace, whole, range(first_window, last))
+        if first is None or windows is None:
+            return None
+        return PendingPublication(prefix, namespace, whole, first, last, windows)
+
+    def _lacking_windows(
+        self, namespace: Namespace, tokens: Ids, blocks: range
+    ) -> list[int] | None:
+        """Blocks whose window entries the pool lacks; None if it refused."""
+        if not (blocks and namespace.window_blocks):
+            return []
+        cached = self._tried(lambda: self.pool.known_windows(namespace, tokens))
+        if cached is None:
+            return None
+        return [block for block in blocks if block >= len(cached) or not cached[block]]
 
     def publish_next(self, kept: PendingPublication, most_blocks: int = 1) -> bool:
-        """Publish the next blocks, at most ``most_blocks``; True: none is left.
+        """Publish the next blocks or window entries, at most ``most_blocks``; True: none is left.
 
         If the pool refuses, the failure is counted in ``skipped`` and the rest is dropped.
 
         Raises: PoolUnavailable, NotRegistered
         """
-        end = min(kept.last, kept.first + most_blocks)
-        if kept.first < end:
-            if not self._tried(lambda: self._publish(kept, end)):
-                kept.last = kept.first
-            kept.first = min(end, kept.last)
-        if kept.first < kept.last:
+        if not kept.is_done:
+            blocks = kept.next_blocks(most_blocks)
+            if self._tried(lambda: self._publish(kept, blocks)):
+                kept.published(blocks)
+            else:
+                kept.give_up()
+        if not kept.is_done:
             return False
         if kept.prefix.session and len(kept.tokens):
             self._tried(lambda: self._keep_session(kept))
         return True
 
-    def _tried(self, work: Callable[[], int]) -> int | None:
+    def _tried(self, work: Callable[[], T]) -> T | None:
         """Run ``work``; None if the pool refused, which is counted in ``skipped``."""
         try:
             return work()
@@ -310,21 +409,24 @@ class PrefixStore:
         prefix = kept.prefix
         return self.pool.keep_session(kept.namespace, kept.tokens, prefix.tenant, prefix.session)
 
-    def _publish(self, kept: PendingPublication, end: int) -> int:
-        """Publish the blocks before ``end``; 0 if the pool refused."""
+    def _publish(self, kept: PendingPublication, blocks: range) -> int:
+        """Publish blocks or their window entries; 0 if the pool refused."""
         assert kept.source is not None
-        ids = self._take(kept.first, end)
+        rows = self._window_rows if kept.blocks_are_done else self._rows
+        ids = self._take(rows, blocks)
         added = 0
         try:
-            self._write(kept.first, ids, kept.source)
+            if rows.size:
+                self._write(rows, blocks, ids, kept.source)
             size = self.plan.block_tokens
             new = Publication(
                 namespace=kept.namespace,
-                tokens=kept.tokens[: end * size],
+                tokens=kept.tokens[: blocks.stop * size],
                 blocks=ids,
-                seconds=kept.prefix.token_s * size,
+                seconds=kept.prefix.token_s * size * rows.size / self.plan.geometry.head_rows,
                 tenant=kept.prefix.tenant,
-                formats=[self._formats(index) for index in range(kept.first, end)],
+                formats=[self._formats(rows, index) for index in blocks],
+                are_windows=kept.blocks_are_done,
             )
             added = self.pool.publish_prefix(new)
         finally:
@@ -335,10 +437,10 @@ class PrefixStore:
             return 0
         return added
 
-    def _formats(self, index: int) -> tuple[tuple[str, int], ...]:
-        """Pages of a block by format."""
-        high = self.plan.geometry.head_rows * BLOCK_PAGES
-        sink = self.plan.block_pages(index) - high
+    def _formats(self, rows: Ids, index: int) -> tuple[tuple[str, int], ...]:
+        """Pages of some head rows of a block by format."""
+        high = rows.size * BLOCK_PAGES
+        sink = rows.size * self.plan.block_row_pages(index) - high
         names = self.plan.high.format.name, self.plan.raw.format.name
         return ((names[0], high), (names[1], sink)) if sink else ((names[0], high),)
 
@@ -350,23 +452,23 @@ class PrefixStore:
         """
         return max(1, self.pool.extent_pages // self.plan.block_pages(0))
 
-    def _take(self, first: int, end: int) -> list[Ids]:
-        """Pages for blocks, all or none."""
-        counts = [self.plan.block_pages(index) for index in range(first, end)]
+    def _take(self, rows: Ids, blocks: range) -> list[Ids]:
+        """Pages for some head rows of blocks, all or none."""
+        counts = [rows.size * self.plan.block_row_pages(index) for index in blocks]
         return np.split(self.pool.allocate(sum(counts)), np.cumsum(counts)[:-1])
 
     def _give(self, blocks: list[Ids]) -> None:
         if blocks:
             self.pool.free(np.concatenate(blocks))
 
-    def _write(self, first: int, ids: list[Ids], source: TokenSource) -> None:
-        """Encode the tokens of blocks, all head rows in one call."""
-        blocks, size = BlockPages.of(self.plan, first, ids), self.plan.block_tokens
-        start, count = first * size, len(ids) * size
-        target = self._high_slots(blocks.high, start, count)
-        means = source.copy(start, count, target)
-        if blocks.sink.size:
-            source.copy_sink(blocks.sink)
+    def _write(self, rows: Ids, blocks: range, ids: list[Ids], source: TokenSource) -> None:
+        """Encode the tokens of blocks, some head rows in one call."""
+        pages = BlockPages.of(self.plan, rows.size, blocks.start, ids)
+        start, count = (n * self.plan.block_tokens for n in (blocks.start, len(blocks)))
+        target = self._high_slots(pages.high, start, count)
+        means = source.copy(rows, start, count, target)
+        if pages.sink.size:
+            source.copy_sink(rows, pages.sink)
         if means is not None:
             scores = segments(self._memory.near, self.plan.high).scores
             scores[target[0].long(), target[1].long()] = means.flatten()
@@ -384,9 +486,9 @@ class PrefixStore:
         row = np.where(has_sink, (row - plan.sink_shift) % each, row).astype(np.int32)
         return self.device.put(page), self.device.put(row)
 
-    def _page_slots(self, pages: Ids, per_page: int, count: int) -> PageSlots:
-        """Page slots of the first ``count`` tokens of each head row, on the device."""
-        page, row = map(self.device.put, page_slots_of(pages, per_page, 0, count))
+    def _page_slots(self, pages: Ids, per_page: int, start: int, count: int) -> PageSlots:
+        """Page slots of ``count`` tokens from ``start`` on of each head row, on the device."""
+        page, row = map(self.device.put, page_slots_of(pages, per_page, start, count))
         return page, row
 
 
@@ -434,6 +536,8 @@ def profile_of(plan: PagePlan, arithmetic: str) -> str:
     )
     # Files of prefixes on disk carry this digest: it keeps the class name of earlier releases.
     text = repr(parts).replace("KVRotation(", "Basis(", 1)
+    if plan.has_windows:
+        text += " with window entries"
     if plan.rounds_prompts:
         text += " rounded"
     if plan.policy.scorer is not None:

@@ -84,7 +84,7 @@ class AdaptiveMethod:
             method.name,
             measured.kl,
             round(measured.bytes_ratio * self.plan.raw_bytes(grown)),
-            costs.compress_s(method.name, method.compress_us, tokens, now),
+            costs.compress_s(method.name, method.compress_us, tokens),
             costs.transfer_s(travels),
         )
 

@@ -149,7 +149,7 @@ class Progress:
         method = entry.request.method or plan.policy.name
         seconds = entry.transfer.plan_s + now - entry.since
         us = next((one.compress_us for one in plan.measured if one.name == method), 0.0)
-        costs.compressed(method, us, entry.prompt_tokens, seconds, now)
+        costs.compressed(method, us, entry.prompt_tokens, seconds)
         costs.sent(entry.id, travels=place.work_arena != place.final_arena)
 
     def fetched(self, message: Fetched, sender: str) -> None:

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from triptych.router.models.latency_forecast import Mean
-
-LEAST_TOKENS = 64
+LEAST_TOKENS = 256
 """Prompts with fewer tokens tell little about the speed of compression."""
-MOST_FACTOR = 1000.0
+MOST_FACTOR = 100.0
 """Most times that compression is taken to be slower than calibration measured it."""
+RISE = 1.05
+"""Times that a factor rises at most with a measurement: messages and queues only add to it."""
 TRAVEL_WEIGHT = 0.1
 """Weight of the newest request in the share of those whose pages travel."""
 
@@ -17,27 +17,26 @@ class MethodCosts:
     """Learns how long compression takes, as the router sees it, and the speed of links.
 
     Compression is measured relative to calibration, which knows the time of each method on an idle
-    machine: for a method that nobody has used lately, the mean of the others holds.
+    machine. What the router sees contains messages and queues, so the shortest times count. For a
+    method that nobody has used, the factor of the others holds.
     """
 
     travel_share: float = 1.0
     """Share of the latest requests whose compressed pages went to another node."""
-    _factor: Mean = field(default_factory=Mean)
-    _factors: dict[str, Mean] = field(default_factory=dict[str, Mean])
+    _factors: dict[str, float] = field(default_factory=dict[str, float])
+    """Times that compression is slower than measured, by method; empty: of all."""
     _speeds: dict[str, float] = field(default_factory=dict[str, float])
     """Bytes per second that each worker has measured, by address."""
     _travelling: set[str] = field(default_factory=set[str])
 
     # ---------------------------------------------------------------- measurements
 
-    def compressed(
-        self, method: str, compress_us: float, tokens: int, seconds: float, now: float
-    ) -> None:
+    def compressed(self, method: str, compress_us: float, tokens: int, seconds: float) -> None:
         """A prompt was compressed; ``compress_us`` for each token is what calibration measured."""
         if tokens >= LEAST_TOKENS and compress_us:
             factor = min(MOST_FACTOR, 1e6 * seconds / (compress_us * tokens))
-            self._factor.note(factor, now)
-            self._factors.setdefault(method, Mean()).note(factor, now)
+            for name in ("", method):
+                self._factors[name] = min(factor, RISE * self._factors.get(name, factor))
 
     def sent(self, request: str, *, travels: bool) -> None:
         """The pages of a request are complete; ``travels``: in another arena than they will be."""
@@ -59,11 +58,10 @@ class MethodCosts:
 
     # ---------------------------------------------------------------- predictions
 
-    def compress_s(self, method: str, compress_us: float, tokens: int, now: float) -> float:
-        """Seconds to compress a prompt, those in the queue included."""
-        own = self._factors.get(method, self._factor)
-        known = own if own.is_believed(now) else self._factor
-        return (known.at(now) or 1.0) * compress_us * tokens / 1e6
+    def compress_s(self, method: str, compress_us: float, tokens: int) -> float:
+        """Seconds to compress a prompt."""
+        factor = self._factors.get(method, self._factors.get("", 1.0))
+        return factor * compress_us * tokens / 1e6
 
     @property
     def link_bytes_s(self) -> float:

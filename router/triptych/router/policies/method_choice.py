@@ -88,6 +88,8 @@ def choose(
 
     Promise: the KL is at most ``max_kl`` if that of any rung is. With more free bytes the rung is
         never lower. The ladder is climbed once in ``HOLD_S`` at most.
+    Source: KVServe (a Pareto set, and a latency model of compression and link that picks from it);
+        the ladder, its order in free bytes and the floors are ours
     """
     wanted = _wanted(rungs, load, position, now)
     lowest = next((at for at, one in enumerate(rungs) if one.kl <= max_kl), len(rungs) - 1)

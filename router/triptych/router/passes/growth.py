@@ -155,9 +155,11 @@ class Growth:
         0 while those that run ask in vain. Before any worker is there, all of them.
         """
         arenas = self.cluster.membership.arenas_with("decode")
-        spare = {arena: self._memory(arena) - self.cluster.ledger.booked(arena) for arena in arenas}
-        enough = (count for arena, count in spare.items() if arena not in self._short)
-        return max(0, *enough, 0) if arenas else self.cluster.ledger.capacity_bytes
+        if not arenas:
+            return self.cluster.ledger.capacity_bytes
+        ledger = self.cluster.ledger
+        enough = (one for one in arenas if one not in self._short)
+        return max(0, max((self._memory(one) - ledger.booked(one) for one in enough), default=0))
 
     def _memory(self, arena: str) -> int:
         """Bytes that requests may use in an arena, with those that the prefix cache would lend."""

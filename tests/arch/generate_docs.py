@@ -21,6 +21,8 @@ from typer.main import get_command
 
 from tests.arch.result_tables import (
     RESULTS,
+    adaptive_links,
+    adaptive_memory,
     compress_times,
     frontier,
     image_methods,
@@ -384,6 +386,8 @@ PIECES: dict[str, Callable[..., str]] = {
     "papers": papers,
     "results": results,
     "frontier": frontier,
+    "adaptive_links": adaptive_links,
+    "adaptive_memory": adaptive_memory,
     "image_methods": image_methods,
     "compress_times": compress_times,
     "static_kernels": static_kernels,

@@ -52,6 +52,55 @@ def _frontier_row(row: dict[str, Any], answers: Any, times: Any) -> tuple[str, .
     )
 
 
+def adaptive_links(name: str) -> str:
+    """Job times over those of the best fixed method by speed of the link, means over seeds."""
+    rows = _result(name)["links"]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lines = []
+    for phase in sorted({row["phase"] for row in rows}):
+        here = [row for row in rows if row["phase"] == phase]
+        times = [_mean(row["to_best"] for row in here if row["method"] == one) for one in methods]
+        ours = [row for row in here if row["method"] == "adaptive"]
+        worst = max(row["to_best"] for row in ours)
+        lines.append(
+            (
+                f"{here[0]['mbit_s']:,}",
+                *(f"{one:.3f}" if one < 10 else f"{one:.0f}" for one in times),
+                f"{worst:.3f}",
+                f"{_mean(row['job_s'] for row in ours):.2f}",
+                f"{_mean(row['kl'] for row in ours):.4f}",
+            )
+        )
+    head = (*(f"`{one}`" if one != "adaptive" else "**adaptive**" for one in methods),)
+    return table(("Mbit/s", *head, "worst seed", "its job s", "its KL"), lines)
+
+
+def adaptive_memory(name: str) -> str:
+    """Job times and KL while memory runs short, means over seeds."""
+    rows = _result(name)["memory"]
+    lines = []
+    keys = dict.fromkeys((row["floors"], row["method"]) for row in rows)
+    for floors, method in keys:
+        here = [row for row in rows if (row["floors"], row["method"]) == (floors, method)]
+        cells = [
+            f"{_mean(row[column] for row in here if row['phase'] == phase):.{digits}f}"
+            for column, digits in (("job_s", 2), ("kl", 4))
+            for phase in range(3)
+        ]
+        label = "half with a limit of KL" if floors else "none"
+        lines.append((f"`{method}`", label, *cells, str(max(row["below_floor"] for row in here))))
+    head = ("method", "limits", *(f"job s, {one}" for one in ("before", "overload", "after")))
+    return table(
+        (*head, *(f"KL, {one}" for one in ("before", "overload", "after")), "below their limit"),
+        lines,
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
 def image_methods(name: str) -> str:
     """Answers about pictures by method, of ``benchmarks/image_chats.py accuracy``."""
     rows = [

@@ -40,6 +40,10 @@ def new(
     method: Annotated[
         str, typer.Option(help="Compression method of its requests that name none; empty: default.")
     ] = "",
+    max_kl: Annotated[
+        float,
+        typer.Option(min=0, help="Largest measured KL of the method of its requests; 0: any."),
+    ] = 0.0,
     admin: Annotated[
         bool, typer.Option("--admin", help="Allow the key to read router decisions and profiles.")
     ] = False,
@@ -58,6 +62,7 @@ def new(
         "weight": weight,
         "floor": floor,
         "method": method,
+        "max_kl": max_kl,
         "admin": admin,
     }
     if as_json:

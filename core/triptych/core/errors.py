@@ -218,6 +218,25 @@ class UnknownMethod(RequestError):
         self.param = "compression.method"
 
 
+class FloorNotMet(RequestError):
+    """No compression method that may serve the request is as near to the full cache as it asks."""
+
+    code = "floor_not_met"
+
+    def __init__(self, max_kl: float, methods: tuple[str, ...], best: str, kl: float) -> None:
+        """``best``, ``kl``: the nearest of ``methods``; empty if none of them was measured."""
+        super(RequestError, self).__init__(max_kl, methods, best, kl)
+        self.max_kl, self.methods, self.best, self.kl = max_kl, methods, best, kl
+        names = ", ".join(map(repr, methods))
+        known = f"the nearest is {best!r} with {kl:g}" if best else "none of them was measured"
+        self.message = (
+            f"compression.max_kl={max_kl:g} (of the request, its key or the server): of {names} no "
+            f"method has so small a KL to the full cache at this length; {known}: raise the limit, "
+            "name another method, or ask for one to be offered (compressor.methods)"
+        )
+        self.param = "compression.max_kl"
+
+
 class PromptTooLong(RequestError):
     """Prompt and output exceed the model's context or the server's memory."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from triptych.core.config import AppConfig, PoolConfig
-from triptych.core.errors import ConfigError, UnknownMethod
+from triptych.core.errors import ConfigError, FloorNotMet, UnknownMethod
 from triptych.core.layout import (
     ALIGN_BYTES,
     FORMATS,
@@ -15,6 +15,7 @@ from triptych.core.layout import (
     PageLayout,
     page_format,
 )
+from triptych.core.methods.frontier import Measured, MeasuredMethod, check_max_kl, nearest
 from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.methods.table import policies_of
 from triptych.core.policy import Policy
@@ -77,6 +78,11 @@ class PagePlan:
     """Order of quantized keys in a page: by channel for decode on a CPU, by token on a GPU."""
     others: tuple[Policy, ...] = ()
     """Policies of the methods that a request may name beside the default one, ``policy``."""
+    measured: tuple[MeasuredMethod, ...] = ()
+    """What calibration measured with these settings, of any method."""
+    adaptive: tuple[str, ...] = ()
+    """Methods among which the router chooses for requests that name none; empty: they have the
+    default one."""
 
     @classmethod
     def of(
@@ -108,6 +114,7 @@ class PagePlan:
             key_order="token" if config.decode.actor.num_gpus else "channel",
             others=tuple(others),
         )
+        plan = plan.with_measurements(config, profile, learned)
         for one in plan.by_method.values():
             one.check_formats()
         plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
@@ -135,6 +142,54 @@ class PagePlan:
         if name not in self.by_method:
             raise UnknownMethod(name, tuple(self.by_method))
         return self.by_method[name]
+
+    def with_measurements(
+        self, config: AppConfig, profile: Profile | None, learned: Sequence[LearnedFile]
+    ) -> "PagePlan":
+        """The plan with what the profile knows of methods, and those to choose among.
+
+        Raises: ConfigError if an adaptive server has no choice, or no method meets its floor
+        """
+        found = profile.fidelity_of(config, learned) if profile else {}
+        times = profile.pareto if profile else {}
+        measured = tuple(
+            MeasuredMethod(name=name, fidelity=each, compress_us=times.get(name, 0.0))
+            for name, each in found.items()
+        )
+        names = tuple(name for name in times if name in found and name in self.by_method)
+        is_adaptive, limit = config.compressor.adaptive, config.compressor.max_kl
+        if is_adaptive and len(names) < 2:
+            raise ConfigError(
+                f"compressor.adaptive: {len(names)} methods are offered that the profile has "
+                "measured with these settings and has on its frontier, and a choice needs two: "
+                "run 'triptych calibrate --pareto', set compressor.profile to its file, and leave "
+                "the settings of methods, decode.selection and decode.plugins as it measured them"
+            )
+        plan = replace(self, measured=measured, adaptive=names if is_adaptive else ())
+        try:
+            check_max_kl(plan.fidelity, plan.adaptive or (self.policy.name,), limit, 0)
+        except FloorNotMet as error:
+            raise ConfigError(f"compressor.max_kl={limit:g}: {error}") from error
+        return plan
+
+    @cached_property
+    def fidelity(self) -> Measured:
+        """The measured fidelity of each method."""
+        return {one.name: one.fidelity for one in self.measured}
+
+    def kl_of(self, method: str, tokens: int) -> float | None:
+        """Measured KL of a method near a length; None if nobody measured it."""
+        found = nearest(self.fidelity.get(method, ()), tokens)
+        return None if found is None else found.kl
+
+    def may_lower(self, method: str, max_kl: float, tokens: int) -> bool:
+        """Whether a request with a limit of KL meets it if all of its tokens are low.
+
+        ``max_kl``: 0 is no limit.
+        """
+        low = self.of_method(method).policy.low_format
+        kl = self.kl_of(f"uniform:{low}", tokens)
+        return not max_kl or (kl is not None and kl <= max_kl)
 
     def bytes_for_prefixes(self, config: PoolConfig) -> int:
         """Resolve ``pool.prefix_bytes``: ``auto`` is a quarter, or 0 if that holds too little.

@@ -71,6 +71,9 @@ class Profile:
     """The same for other methods, with these settings."""
     measured_networks: dict[str, str] = field(default_factory=dict[str, str])
     """Of methods that use a learned network: the hash of its tensors (``LearnedFile.tensors``)."""
+    pareto: dict[str, float] = field(default_factory=dict[str, float])
+    """Methods among which an adaptive server chooses (``compressor.adaptive``), with the
+    microseconds that each takes to compress a token."""
     texts: str = ""
     """Hash of the texts it was calibrated on."""
     version: int = VERSION
@@ -124,7 +127,13 @@ class Profile:
         measured with has no measurements.
         """
         given = replace(
-            config.compressor, actor=ActorConfig(), profile="auto", methods=(), learned=("auto",)
+            config.compressor,
+            actor=ActorConfig(),
+            profile="auto",
+            methods=(),
+            learned=("auto",),
+            adaptive=False,
+            max_kl=0.0,
         )
         steps = [plugin for plugin in config.decode.steps if plugin.enabled]
         plain = config.decode.selection.method == "none" and not steps
@@ -158,10 +167,13 @@ class Profile:
             )
 
     def _check_built_in(self) -> None:
-        """Raise ConfigError unless the policy is built in: a profile must not name code."""
-        name = self.settings.policy
-        if name.partition(":")[0] not in POLICY_NAMES.builtin:
-            raise ConfigError(f"policy {name!r}: expected one of Triptych's own")
+        """Raise ConfigError unless its policies are built in: a profile must not name code."""
+        for name in (self.settings.policy, *self.pareto):
+            if name.partition(":")[0] not in POLICY_NAMES.builtin:
+                raise ConfigError(f"policy {name!r}: expected one of Triptych's own")
+        known = {self.settings.policy, *self.measured_methods}
+        if unknown := [name for name in self.pareto if name not in known]:
+            raise ConfigError(f"pareto: {unknown[0]!r} has no measurements in measured_methods")
 
     def _check(self, path: Path) -> None:
         name = f"compressor.profile={str(path)!r}"

@@ -90,7 +90,6 @@ def make_plan(config: AppConfig) -> AppPlan:
         config=one,
         model_path=path,
         pages=pages,
-        fidelity=profile.fidelity_of(config, learned) if profile else {},
         measured_on=profile.measured_on if profile else "",
         offers=offers_of(config.decode, pages.policy, can_exit=facts.is_plain),
         context_tokens=config.context_tokens(facts.context_tokens),
@@ -103,7 +102,7 @@ def make_plan(config: AppConfig) -> AppPlan:
         shards=config.router.shards,
     )
     plan.check()
-    check_methods(keys, tuple(pages.by_method))
+    check_methods(keys, pages)
     if plan.context_warning:
         logger.warning("%s", plan.context_warning)
     return plan

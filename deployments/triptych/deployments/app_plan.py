@@ -1,7 +1,6 @@
 """``AppPlan``: what the builder resolves once and passes to every actor of the application."""
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,6 @@ from triptych.core.errors import ConfigError, ModelError
 from triptych.core.messages import Stage, stages_of
 from triptych.core.pages import PagePlan
 from triptych.core.plugin_overrides import OverridablePlugin
-from triptych.core.profile import Fidelity
 from triptych.core.shards import shard_of
 from triptych.router import ByteModel, ContextLimits, Windows, schedule_named
 from triptych.workers.models.vision.vision_traits import VisionTraits
@@ -34,12 +32,8 @@ class AppPlan:
     """Directory of the application's sockets, private to this user; one on each node."""
     nodes: int = 1
     """Nodes of the application. With several, processes of different nodes talk over TCP."""
-    fidelity: Mapping[str, tuple[Fidelity, ...]] = field(
-        default_factory=dict[str, tuple[Fidelity, ...]]
-    )
-    """What calibration measured for these settings, by compression method, at several lengths."""
     measured_on: str = ""
-    """The model and the texts of that calibration."""
+    """The model and the texts with which calibration measured methods (``PagePlan.measured``)."""
     offers: tuple[OverridablePlugin, ...] = ()
     """What requests may change about the plug-ins of the decode step."""
     chat_template: str = field(default="", repr=False)

@@ -36,6 +36,7 @@ from triptych.core.messages import (
     requests_in,
 )
 from triptych.core.pages import PagePlan
+from triptych.router.events.adaptive_method import AdaptiveMethod
 from triptych.router.events.peers import Peers, Timeouts
 from triptych.router.events.progress import Progress
 from triptych.router.events.submission import Submission
@@ -136,6 +137,7 @@ class Scheduler:
             self._slo_admission,
             self._completion,
             self._draining,
+            AdaptiveMethod(cluster, plan, self._growth, self._slo_admission),
         )
         self._progress = Progress(
             cluster,
@@ -218,8 +220,7 @@ class Scheduler:
     def _take(self, message: Message, sender: str, now: float) -> None:
         match message:
             case Submit():
-                for request in message.requests:
-                    self._submission.submit(request, now)
+                self._submission.submit(message.requests, now)
             case Cancel():
                 self._submission.cancel(message, now)
             case Confirm():

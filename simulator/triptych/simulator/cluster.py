@@ -13,8 +13,12 @@ from triptych.core.config import RouterConfig
 from triptych.core.errors import TriptychError
 from triptych.core.messages import (
     ROUTER,
+    Compressed,
     Failed,
+    Join,
+    Lowered,
     Message,
+    Prefill,
     Prefilled,
     Register,
     Request,
@@ -31,6 +35,7 @@ from triptych.simulator.clock import Clock
 from triptych.simulator.costs import Costs
 from triptych.simulator.engines import NodeCache, engines_of
 from triptych.simulator.image_stage import spans_of
+from triptych.simulator.link import SimulatedLink
 from triptych.simulator.setup import Chain, Cluster, Job
 from triptych.simulator.work import StepOutput
 from triptych.simulator.worker import OwnCores, SimulatedWorker, Turns
@@ -58,6 +63,10 @@ class Outcome:
     """When its prefill began."""
     cached_tokens: int = 0
     """Prompt tokens from the prefix cache."""
+    method: str = ""
+    """Its compression method."""
+    is_lowered: bool = False
+    """Whether high tokens of it became low because memory was short."""
 
     @property
     def is_done(self) -> bool:
@@ -134,6 +143,10 @@ class Simulation:
         self._progress_s = 0.0
         self._looks, self._on_tick = 0, on_tick
         self._wrote_at = dict[str, float]()
+        self._arenas = dict[str, str]()
+        """Arena of each worker."""
+        self._pages_in = dict[str, str]()
+        """Arena in which the compressed pages of a request are, until it joins."""
         self._caches = dict[str, NodeCache]()
         self._lengths = dict[str, int]()
         """Output tokens of each request under way."""
@@ -182,9 +195,11 @@ class Simulation:
                 engines = engines_of(
                     stages, part, self._costs, self._cache_of(part, arena), self._lengths
                 )
+                link = SimulatedLink(self.clock, part.links) if part.links else None
                 workers[address] = SimulatedWorker(
-                    address, self.clock, engines, shared, self._from_worker, self._began
+                    address, self.clock, engines, shared, self._from_worker, self._began, link
                 )
+                self._arenas[address] = arena
                 self._shard_of[address] = shard
         return workers
 
@@ -240,6 +255,8 @@ class Simulation:
             reply_to=INGRESS,
             slo=job.slo,
             images=spans_of(job.images),
+            max_kl=job.max_kl,
+            adapts=bool(self._cluster.plan.adaptive),
         )
 
     def _submit(self, request: Request) -> None:
@@ -280,6 +297,7 @@ class Simulation:
     def _end(self, name: str, error: str = "") -> None:
         outcome = self._outcomes.pop(name)
         del self._lengths[name]
+        self._pages_in.pop(name, None)
         outcome.last_s, outcome.error = self.clock.now, error
         if not error:
             self.trial.shards[self._shards.where(name)].requests += 1
@@ -307,12 +325,33 @@ class Simulation:
     def _post(self, sends: Sequence[Send]) -> None:
         frames = dict[str, list[Message]]()
         for send in sends:
+            if isinstance(send.message, Prefill):
+                self._note_methods(send.message.requests)
             if isinstance(send.message, Failed):
                 self.clock.after(self._costs.reply_s, self._failed, send.message)
+            elif isinstance(send.message, Join) and self._fetches(send.message, send.to):
+                self._fetch(send.message, self._workers[send.to])
             elif send.to in self._workers:
                 frames.setdefault(send.to, []).append(send.message)
         for address, messages in frames.items():
             self.clock.after(self._costs.hop_s, self._workers[address].post, messages)
+
+    def _note_methods(self, requests: Sequence[Request]) -> None:
+        for one in requests:
+            self._outcomes[one.id].method = one.method or self._cluster.plan.policy.name
+
+    def _fetches(self, message: Join, address: str) -> bool:
+        """Whether the pages of a request cross the link of the worker that it joins."""
+        arena = self._pages_in.get(message.request.id, self._arenas[address])
+        return self._workers[address].link is not None and arena != self._arenas[address]
+
+    def _fetch(self, message: Join, worker: SimulatedWorker) -> None:
+        """Let a worker have a request once its pages have arrived."""
+        assert worker.link is not None
+        request, plan = message.request, self._cluster.plan
+        self._pages_in[request.id] = self._arenas[worker.address]
+        pages = self._cluster.of_method(request.method).stored_pages(message.handle.tokens)
+        worker.link.fetch(pages * plan.page_bytes, lambda: worker.post([message]))
 
     def _tick(self) -> None:
         now = self.clock.now
@@ -358,6 +397,10 @@ class Simulation:
             message = send.message
             if isinstance(message, Prefilled):
                 self._outcomes[message.request].cached_tokens = message.cached_tokens
+            if isinstance(message, Lowered) and message.freed:
+                self._outcomes[message.request].is_lowered = True
+            if isinstance(message, Compressed):
+                self._pages_in[message.request] = self._arenas[worker.address]
             if send.to == ROUTER:
                 messages.append(message)
             else:

@@ -241,7 +241,7 @@ class CompressSimulation:
         self, cluster: Cluster, costs: Costs, cache: NodeCache | None, _lengths: Lengths
     ) -> None:
         self._cluster, self._costs, self._cache = cluster, costs, cache
-        self._planned = dict[str, int]()
+        self._planned, self._methods = dict[str, int](), dict[str, str]()
         self._ready = list[str]()
 
     def accept(self, message: Message, _now: float) -> Work | None:
@@ -250,7 +250,9 @@ class CompressSimulation:
             for item in message.items:
                 tokens = item.handle.tokens
                 self._planned[item.request] = tokens
-                pages = self._cluster.stored_pages(tokens) + self._cluster.kept_pages(tokens)
+                cluster = self._cluster.of_method(item.method)
+                self._methods[item.request] = item.method
+                pages = cluster.stored_pages(tokens) + cluster.kept_pages(tokens)
                 planned.append(Send(ROUTER, Planned(request=item.request, pages=pages)))
                 if self._cache is not None and item.prefix is not None:
                     self._cache.publish(item.prefix.tokens, item.prefix.cache_salt)
@@ -269,15 +271,17 @@ class CompressSimulation:
 
     def step(self) -> Work:
         names, self._ready = self._ready, []
-        sends, total = list[Send](), 0
+        sends, seconds, costs = list[Send](), self._costs.compress_step_s, self._costs
         for name in names:
-            tokens = self._planned.pop(name)
-            total += tokens
+            tokens, cluster = (
+                self._planned.pop(name),
+                self._cluster.of_method(self._methods.pop(name)),
+            )
+            seconds += tokens * cluster.compress_token_s(costs.compress_token_s)
             report = CompressionReport(policy="simulated", raw_bytes=0, stored_bytes=0)
             done = Compressed(request=name, handle=lease_ref(name, tokens), report=report)
             sends.append(Send(ROUTER, done))
-        costs = self._costs
-        return Work(costs.compress_step_s + total * costs.compress_token_s, sends)
+        return Work(seconds, sends)
 
 
 @dataclass(eq=False, slots=True)
@@ -316,7 +320,8 @@ class DecodeSimulation:
     ) -> None:
         self._costs, self._cluster, self._lengths = costs, cluster, lengths
         self._has_arenas = len({arena for _, arena, _ in cluster.workers}) > 1
-        self._step_pages = cluster.plan.geometry.head_rows * max(1, len(cluster.plan.classes))
+        classes = max(len(plan.classes) for plan in cluster.plan.by_method.values())
+        self._step_pages = cluster.plan.geometry.head_rows * max(1, classes)
         self._batch = dict[str, Decoding]()
         self._limits = dict[str, PageLimit]()
         self._running = 0
@@ -359,7 +364,7 @@ class DecodeSimulation:
         if len(written) == 1 and not request.output_tokens:
             self._joined.append(request.id)
         sends = list[Send]()
-        if self._has_arenas:  # the pages may be another machine's; that they travel costs nothing
+        if self._has_arenas:  # the pages may be another machine's
             sends.append(Send(ROUTER, Fetched(request=request.id)))
         if message.previous_worker:
             sends.append(Send(ROUTER, Resumed(request=request.id)))
@@ -422,7 +427,8 @@ class DecodeSimulation:
 
     def _enter_lowering(self, one: Decoding, limit: PageLimit) -> bool:
         """Schedule the next lowering of a request with such a limit; False if nothing is left."""
-        if one.lowered + self._cluster.plan.high.tokens > self._cluster.most_lowered(one.tokens):
+        cluster = self._cluster_of(one)
+        if one.lowered + cluster.plan.high.tokens > cluster.most_lowered(one.tokens):
             return False
         reached = max(1, self._tokens_in(one, self._lowest_spare(limit)) - one.tokens)
         if reached < one.left:
@@ -440,8 +446,12 @@ class DecodeSimulation:
 
     def _pages(self, one: Decoding, tokens: int) -> int:
         """Pages that a request holds at a length."""
-        kept = self._cluster.kept_pages(one.request.known_tokens)
-        return self._cluster.stored_pages(tokens, one.lowered) + kept
+        cluster = self._cluster_of(one)
+        kept = cluster.kept_pages(one.request.known_tokens)
+        return cluster.stored_pages(tokens, one.lowered) + kept
+
+    def _cluster_of(self, one: Decoding) -> Cluster:
+        return self._cluster.of_method(one.request.method)
 
     def _ask(self, one: Decoding, *, is_paused: bool) -> Send:
         tokens = one.at(self._steps)
@@ -505,8 +515,9 @@ class DecodeSimulation:
 
         ``takes_away``: whether the limit is lowered by the freed pages.
         """
-        one, room = self._now(found), self._cluster.plan.high.tokens
-        before, most = self._pages(one, one.tokens), self._cluster.most_lowered(one.tokens)
+        one, cluster = self._now(found), self._cluster_of(found)
+        room, before = cluster.plan.high.tokens, self._pages(one, one.tokens)
+        most = cluster.most_lowered(one.tokens)
         if one.limit is not None and one.limit.lowers:
             pages = max(pages, before - self._lowest_spare(one.limit) + self._step_pages)
         freed = 0

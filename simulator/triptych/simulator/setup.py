@@ -1,6 +1,6 @@
 """Setup of a simulation: workers, machines, memory and jobs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -9,6 +9,7 @@ from triptych.core.layout import Geometry, default_page_bytes
 from triptych.core.messages import NO_SLO, Slo, Stage
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
+from triptych.simulator.link import LinkSteps
 
 SMOLLM2 = Geometry(layers=30, kv_heads=3, head_dim=64)
 DIFFKV = Policy(
@@ -38,6 +39,8 @@ class Job:
     """Names and tokens of the images that its prompt begins with; equal names are equal images."""
     output_tokens: int = 0
     """Tokens after which its answer ends; 0: it ends at ``max_tokens``."""
+    max_kl: float = 0.0
+    """Its limit of KL; 0: none."""
     slo: Slo = NO_SLO
     """Its SLO. Simulated workers cannot cancel, so it has no deadline."""
 
@@ -78,6 +81,8 @@ class Cluster:
     """Batches and cache of the encode stage."""
     workers_per_node: int = 0
     """Workers that share a machine and its arena; 0: all of them."""
+    decodes_apart: bool = False
+    """Whether all decode workers are on a machine of their own, and the others on another one."""
     shared_cores: bool = True
     """Whether the workers of a machine take turns on its cores, step by step."""
     name: str = ""
@@ -92,6 +97,8 @@ class Cluster:
     chunk_tokens: int = 512
     high_share: float = 0.35
     """Share of the compressed tokens that stay in the high format."""
+    links: LinkSteps = ()
+    """Speed of the link of each decode worker to other machines; empty: pages travel at once."""
     router: RouterConfig = field(default_factory=RouterConfig)
     plan: PagePlan = field(
         default_factory=lambda: PagePlan(SMOLLM2, default_page_bytes(SMOLLM2.head_dim), DIFFKV)
@@ -113,6 +120,32 @@ class Cluster:
         free = self.free_cores
         require(free is None or 0 < free <= self.cores, "free_cores", free, f"0 to {self.cores}")
         require(0 <= self.high_share <= 1, "high_share", self.high_share, "0 to 1")
+
+    def of_method(self, name: str) -> "Cluster":
+        """The same cluster as requests of a method see it; an empty name is the default one."""
+        return self._by_method[name or self.plan.policy.name]
+
+    @cached_property
+    def _by_method(self) -> Mapping[str, "Cluster"]:
+        return {
+            name: replace(self, plan=plan, high_share=self._high_share(plan))
+            for name, plan in self.plan.by_method.items()
+        }
+
+    def _high_share(self, plan: PagePlan) -> float:
+        """Share of high tokens with which a method has the bytes that calibration measured."""
+        policy, known = plan.policy, self.plan.fidelity
+        names = (policy.name, f"uniform:{policy.low_format}", f"uniform:{policy.high_format}")
+        if not all(name in known for name in names):
+            return self.high_share
+        own, low, high = (known[name][0].bytes_ratio for name in names)
+        return min(1.0, max(0.0, (own - low) / (high - low)))
+
+    def compress_token_s(self, token_s: float) -> float:
+        """Seconds to compress a token with this method, if ``token_s`` is the mean of all."""
+        times = {one.name: one.compress_us for one in self.plan.measured if one.compress_us}
+        own = times.get(self.plan.policy.name)
+        return token_s if own is None else token_s * own * len(times) / sum(times.values())
 
     def shard(self, index: int) -> "Cluster":
         """One of ``router.shards`` shards: an equal part of the workers, on its own machines.
@@ -161,7 +194,8 @@ class Cluster:
         groups = list[Group]()
         for letter, stages, count in kinds:
             for index in range(count):
-                node = f"{self.name}node{index * nodes // count}"
+                number = int(letter == "d") if self.decodes_apart else index * nodes // count
+                node = f"{self.name}node{number}"
                 groups.append((f"{self.name}{letter}{index}", node, stages))
         return groups
 

@@ -7,6 +7,7 @@ from math import inf
 from triptych.core.messages import Message, Report, Send, Stage
 from triptych.simulator.clock import Clock
 from triptych.simulator.engines import SimulatedEngine
+from triptych.simulator.link import SimulatedLink
 from triptych.simulator.work import StepOutput, Work
 
 Deliver = Callable[["SimulatedWorker", Sequence[Send], StepOutput | None], None]
@@ -110,8 +111,10 @@ class SimulatedWorker:
         cores: Turns | OwnCores,
         deliver: Deliver,
         began: Began,
+        link: SimulatedLink | None = None,
     ) -> None:
-        self.address, self.busy_s = address, 0.0
+        """``link``: over which pages of other machines come; None: they come at once."""
+        self.address, self.busy_s, self.link = address, 0.0, link
         self._clock, self._engines, self._cores, self._deliver = clock, engines, cores, deliver
         self._began = began
         self._inbox = deque[Message]()
@@ -137,7 +140,14 @@ class SimulatedWorker:
             self._take_turn()
 
     def report(self) -> Report:
-        return Report(name=self.address, running=0, waiting=0, pages_held=0, busy_s=self.busy_s)
+        return Report(
+            name=self.address,
+            running=0,
+            waiting=0,
+            pages_held=0,
+            busy_s=self.busy_s,
+            link_bytes_s=self.link.meter.bytes_s if self.link else 0.0,
+        )
 
     def _go_on(self) -> None:
         idle = 0

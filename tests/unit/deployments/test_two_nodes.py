@@ -5,16 +5,21 @@ import random
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.tiny import CONTEXT_TOKENS, save_tiny_model
 from tests.unit.deployments.transport.test_network import FakeDirectory
+from tests.unit.kvpool.transfer.slow_line import Line
 from triptych.core.config import AppConfig
-from triptych.core.messages import Failed, Request, Sampling, Stage
+from triptych.core.messages import Failed, MethodChoice, Request, Sampling, Stage
+from triptych.core.methods.frontier import MeasuredMethod
 from triptych.core.pages import PagePlan
+from triptych.core.policy import Policy
+from triptych.core.profile import Fidelity
 from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.replicas.pool import PoolReplica
 from triptych.deployments.replicas.router import RouterReplica
@@ -23,7 +28,9 @@ from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport.addressing import Network
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.run_dir import RunDir
-from triptych.kvpool import Access
+from triptych.kvpool import Access, PoolAddress
+from triptych.kvpool.transfer import link_meter
+from triptych.router.policies.method_choice import Position
 from triptych.workers.local import LocalServer
 from triptych.workers.models.facts import describe
 
@@ -35,6 +42,22 @@ ARGS = {
     "compressor": {"policy": "uniform:k8v4", "recent_window_tokens": 20},
     "prefill": {"max_num_batched_tokens": 48, "actor": {"threads": 1}},
     "decode": {"actor": {"threads": 1}},
+}
+ROUGH, FINE = "uniform:k4v2", "uniform:k8v8"
+CHOICE = {
+    "others": tuple(Policy(name=f"uniform:{form}", high_format=form) for form in ("k4v2", "k8v8")),
+    "measured": tuple(
+        MeasuredMethod(
+            name=name,
+            fidelity=(
+                Fidelity(
+                    context=200, bytes_ratio=ratio, kl=kl, top1_agreement=1, perplexity_ratio=1
+                ),
+            ),
+        )
+        for name, ratio, kl in ((ROUGH, 0.26, 0.02), (FINE, 0.58, 0.0001))
+    ),
+    "adaptive": (ROUGH, FINE),
 }
 GREEDY = Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -58,18 +81,43 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def plan(tiny_model: Path, short_dir: Path) -> AppPlan:
+def plan(tiny_model: Path, short_dir: Path, request: pytest.FixtureRequest) -> AppPlan:
+    """``request.param``: methods among which the router chooses."""
     config, facts = AppConfig.from_mapping(ARGS), describe(tiny_model)
     return AppPlan(
         config=config,
         model_path=tiny_model,
-        pages=PagePlan.of(config, facts.geometry),
+        pages=replace(PagePlan.of(config, facts.geometry), **getattr(request, "param", {})),
         context_tokens=CONTEXT_TOKENS,
         revision=facts.revision,
         run_dir=short_dir,
         nodes=2,
         token="a token of the tests",
     )
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+    """The line over which pages of the node ``front`` travel."""
+    monkeypatch.setattr(link_meter, "LEAST_BYTES", 1)
+    announce, lines = Network.announce_pool, list[Line]()
+
+    def announce_line(network: Network, arena: str, address: PoolAddress) -> None:
+        if network.node == "front":
+            lines.append(Line(address.pages))
+            address = replace(address, pages=lines[0].port)
+        announce(network, arena, address)
+
+    class Later:
+        """The line, once the pool is there."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            setattr(lines[0], name, value)
+
+    monkeypatch.setattr(Network, "announce_pool", announce_line)
+    yield Later()  # type: ignore[misc]
+    for one in lines:
+        one.close()
 
 
 @pytest.fixture
@@ -120,6 +168,8 @@ class Cluster:
     router: Router
     engine: RouterClient
     pools: dict[str, Pool]
+    choices: list[MethodChoice] = field(default_factory=list[MethodChoice])
+    """Methods that the router has chosen."""
 
     def on(self, node: str) -> AppPlan:
         return replace(self.plan, run_dir=self.plan.run_dir / node)
@@ -129,16 +179,18 @@ class Cluster:
         await worker.__init__(self.on(node), stages)
         return worker
 
-    async def ask(self, asked: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    async def ask(self, asked: Sequence[tuple[int, ...]], **more: Any) -> list[list[int]]:
         """The tokens of each answer."""
+        at = self.engine.address
         requests = [
-            Request(id=f"r{i}", prompt=prompt, sampling=GREEDY, reply_to=self.engine.address)
+            Request(id=f"r{i}", prompt=prompt, sampling=GREEDY, reply_to=at, **more)
             for i, prompt in enumerate(asked)
         ]
         answers = {request.id: list[int]() for request in requests}
         async with asyncio.timeout(60):
             async for event in self.engine.generate(requests):
                 assert not isinstance(event, Failed), event.message
+                self.choices += [event.choice] if event.choice else []
                 answers[event.request] += event.tokens
         return list(answers.values())
 
@@ -190,6 +242,30 @@ async def test_answers_are_those_of_one_node(
     assert status.gauges()["triptych_pool_sent_bytes"] == back._pool.bytes_copied > 0
     assert front._pool.bytes_copied == 0
     assert cluster.held() == {}
+    await back.leave()
+    await front.leave()
+
+
+@pytest.mark.parametrize("plan", [CHOICE], indirect=True)
+async def test_a_slow_line_makes_the_router_choose_few_bytes_and_a_fast_one_many(
+    line: Line, cluster: Cluster
+) -> None:
+    """The worker measures the line, and answers are those of the same method by name."""
+    front = await cluster.work("front", "prefill", "compress")
+    back = await cluster.work("back", "decode")
+    costs, asked = cluster.router._scheduler._cluster.method_costs, prompts()[-1:]
+    answers = dict[str, list[list[int]]]()
+    for speed, method, expected in ((1e5, ROUGH, (1e4, 2e5)), (0.0, FINE, (1e6, 1e12))):
+        line.bytes_s = speed
+        async with asyncio.timeout(30):
+            while not expected[0] < costs.link_bytes_s < expected[1]:
+                answers[method] = await cluster.ask(asked, method=method)
+                await asyncio.sleep(0.6)  # until the worker has reported
+        cluster.router._scheduler._submission.adaptive.position = Position()
+        assert await cluster.ask(asked, adapts=True) == answers[method]
+        choice = cluster.choices.pop()
+        assert choice.method == method
+        assert expected[0] < choice.link_bytes_s < expected[1]
     await back.leave()
     await front.leave()
 

@@ -17,6 +17,7 @@ from triptych.evals.studies.calibration import (
     calibrate,
     with_other_methods,
 )
+from triptych.evals.studies.pareto import with_pareto
 from triptych.evals.studies.study import Results, Study, measure, prepare, report
 from triptych.workers.compress.learned.artefact import read_record
 from triptych.workers.compress.learned.known_networks import find_networks
@@ -70,6 +71,20 @@ def test_other_methods_are_measured_as_the_server_runs_them(found: CalibrationRe
     assert 0 <= exact.kl < coarse.kl
     assert coarse.bytes_ratio < 0.7 < exact.bytes_ratio
     assert found.profile.fidelity_of(AppConfig()) == {"diffkv": found.profile.measured, **measured}
+
+
+def test_the_frontier_has_the_methods_that_keep_all_tokens_and_their_times(
+    plan: Calibration, found: CalibrationResult
+) -> None:
+    """16 bits take too many bytes, and a rule that drops tokens forgets what is asked later."""
+    near = replace(found.profile.measured[0], bytes_ratio=0.1, kl=0.0)
+    measured = {**found.profile.measured_methods, "snapkv": (near,)}
+    profile = with_pareto(replace(found.profile, measured_methods=measured), plan)
+    assert set(profile.pareto) == {"diffkv", "uniform:k4v2"}
+    assert min(profile.pareto.values()) > 0
+    alone = replace(found.profile, measured_methods={"snapkv": (near,)})
+    with pytest.raises(ConfigError, match="fewer than two are on a frontier"):
+        with_pareto(alone, plan)
 
 
 def test_an_estimate_of_a_network_holds_for_that_network_alone(

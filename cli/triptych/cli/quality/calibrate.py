@@ -1,5 +1,6 @@
 """``triptych calibrate``: find the compression point of a model, and write its profile."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ COLUMNS = {
     "top-1": "top1_agreement",
     "perplexity ratio": "perplexity_ratio",
 }
+TIME = "us per token"
 
 
 def calibrate(
@@ -60,6 +62,15 @@ def calibrate(
             "settings: a file, or auto: the one that is included for the model."
         ),
     ] = "",
+    pareto: Annotated[
+        bool,
+        typer.Option(
+            "--pareto",
+            help="Also find the methods among which an adaptive server chooses "
+            "(compressor.adaptive): those of the measured ones with no other below them in bytes "
+            "and KL; and time them.",
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all rows to this file.")
     ] = None,
@@ -74,6 +85,7 @@ def calibrate(
         calibrate,
         with_other_methods,
     )
+    from triptych.evals.studies.pareto import with_pareto
 
     plan = Calibration(
         model=model,
@@ -91,11 +103,13 @@ def calibrate(
     output.parent.mkdir(parents=True, exist_ok=True)
     if profile:
         extended = with_other_methods(_known(model, profile), plan, run_with_progress)
+        extended = with_pareto(extended, plan) if pareto else extended
         extended.write(output)
-        console.print(make_table(("method", "", *COLUMNS), _other_lines(extended)))
+        _show_profile(extended)
         notes.print(f"wrote {output}", markup=False, soft_wrap=True)
         return
     found = calibrate(plan, run_with_progress)
+    found = replace(found, profile=with_pareto(found.profile, plan)) if pareto else found
     found.profile.write(output)
     if json_file:
         rows = [row.as_json() for row in found.rows]
@@ -109,8 +123,16 @@ def _show(found: "CalibrationResult") -> None:
         [row.method, "chosen" if row.method == found.chosen else "", *_figures(row.as_json())]
         for row in sorted(found.rows, key=lambda row: (str(row.context), row.bytes_all_in_ratio))
     ]
-    lines += _other_lines(found.profile)
     console.print(make_table(("method", "", *COLUMNS), lines))
+    _show_profile(found.profile)
+
+
+def _show_profile(profile: "Profile") -> None:
+    """Methods that were measured, and the frontier."""
+    console.print(make_table(("method", "", *COLUMNS), _other_lines(profile)))
+    if profile.pareto:
+        title = "methods among which an adaptive server chooses"
+        console.print(make_table(("method", TIME), list(profile.pareto.items()), title))
 
 
 def _known(model: str, name: str) -> "Profile":

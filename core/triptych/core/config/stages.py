@@ -273,6 +273,18 @@ class CompressorConfig:
     ``high`` (all tokens are high at least, and none is dropped). A key of ``ingress.api_keys`` and
     a request may ask for a higher one; the highest counts."""
 
+    adaptive: bool = False
+    """Whether the router chooses the method of requests that name none: of the methods of the
+    profile (``triptych calibrate --pareto``) that are offered, the one with the smallest KL whose
+    pages fit the free memory and that delays no answer by more than a few percent. ``methods``
+    without a value offers all of them."""
+
+    max_kl: float = 0.0
+    """Largest KL to the full cache, as calibration measured it, that the method of a request may
+    have, in nats; 0: any. A key of ``ingress.api_keys`` and a request may ask for less; the
+    smallest counts. A request whose method has more is refused, and one that would have more with
+    low tokens keeps its high ones when memory is short."""
+
     kv_rotation: Literal["auto", "none", "hadamard"] = "auto"
     """Rotation of keys and values before they are quantized: a Hadamard rotation distributes
     outliers over all channels; ``auto``: ``hadamard`` if a format is quantized."""
@@ -308,6 +320,7 @@ class CompressorConfig:
         keeps = self.alpha_low in ("auto", 0)
         require(may_drop or keeps, "compressor.alpha_low", self.alpha_low, expected)
         require(may_drop or not low, "compressor.mass_low", low, expected)
+        require(self.max_kl >= 0, "compressor.max_kl", self.max_kl, ">= 0")
         every = self.score_every_tokens
         require(every >= 0, "compressor.score_every_tokens", every, ">= 0")
 

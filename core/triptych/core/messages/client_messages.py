@@ -7,6 +7,7 @@ from triptych.core.errors import TriptychError
 from triptych.core.messages.request import (
     CompressionReport,
     FinishReason,
+    MethodChoice,
     PromptLogprobs,
     Request,
     TokenLogprob,
@@ -39,6 +40,8 @@ class Tokens:
     """With the first token: tokens of the prompt that were not computed again."""
     prompt_logprobs: PromptLogprobs | None = None
     """With the first token, if the request asks for them."""
+    choice: MethodChoice | None = None
+    """With the first token, if the router chose the compression method."""
 
 
 @message

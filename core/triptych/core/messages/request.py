@@ -13,6 +13,11 @@ FinishReason = Literal["stop", "length"]
 Stage = Literal["encode", "prefill", "compress", "decode"]
 STAGES: tuple[Stage, ...] = ("prefill", "compress", "decode")
 """Stages of every model, in the order of a request."""
+ChoiceReason = Literal["quality", "memory", "link", "stages", "floor", "held"]
+"""Why the router chose a method and not the next one with more bytes. ``quality``: there is none.
+``memory``: its pages do not fit. ``link``, ``stages``: it takes longer, mostly on the link between
+nodes or in the compressor. ``floor``: the load asks for fewer bytes, and the floor for these.
+``held``: it was not chosen long enough ago."""
 Floor = Literal["low", "high"]
 """The lowest class that may store tokens of a request. ``low``: as the policy decides, and high
 tokens become low when memory is short. ``high``: all tokens are high at least, none is dropped."""
@@ -111,6 +116,24 @@ class PluginOverride:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MethodChoice:
+    """A compression method that the router has chosen, and by what."""
+
+    method: str
+    reason: ChoiceReason
+    kl: float
+    """Its KL to the full cache, as calibration measured it near this length."""
+    stored_bytes: int
+    """Bytes that the request will probably take with it, answer included."""
+    free_bytes: int
+    """Bytes that were free for the request: an equal part for each one that waited."""
+    link_bytes_s: float = 0.0
+    """Measured speed of the link that the pages probably cross; 0: none."""
+    predicted_s: float = 0.0
+    """Predicted seconds from arrival to the last token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate. A client's request with ``n`` choices becomes ``n`` of these."""
 
@@ -153,6 +176,13 @@ class Request:
     """The strictest floor of the server, the key and the request."""
     method: str = ""
     """Name of its compression method; empty: the server's default."""
+    max_kl: float = 0.0
+    """The strictest limit of the server, the key and the request on the KL of its method to the
+    full cache; 0: none."""
+    adapts: bool = False
+    """Whether the router is to choose the method, by load."""
+    choice: MethodChoice | None = None
+    """What it chose, in all attempts. The router sets ``method`` by it."""
     images: tuple[ImageSpan, ...] = ()
     """Images of the prompt, in order. Such a request is never computed in context windows."""
 

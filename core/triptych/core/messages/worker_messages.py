@@ -452,6 +452,8 @@ class Report:
     """Times that a broken transfer from another node went on."""
     chunks_refused: int = 0
     """Parts of such transfers that came damaged."""
+    link_bytes_s: float = 0.0
+    """Speed of such transfers together, a moving mean; 0: there were none."""
 
 
 def requests_in(message: Message) -> tuple[Request, ...]:

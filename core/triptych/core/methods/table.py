@@ -77,7 +77,10 @@ def policies_of(
     Raises: ConfigError as ``policy_of``, or if two methods cannot share the pages of one pool
     """
     default = policy_of(config, profile, learned)
-    names = [name for name in dict.fromkeys(config.methods) if name != default.name]
+    listed = config.methods
+    if config.adaptive and not listed and profile is not None:
+        listed = tuple(profile.pareto)
+    names = [name for name in dict.fromkeys(listed) if name != default.name]
     others = [_resolved(replace(config, policy=name), profile, learned) for name in names]
     return _together([default, *others])
 

@@ -294,7 +294,7 @@ class PromptTokensDetails(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Compression(_message.Message):
-    __slots__ = ("policy", "ratio", "raw_bytes", "stored_bytes", "estimated_error", "shared_bytes", "floor", "lowered_tokens", "method")
+    __slots__ = ("policy", "ratio", "raw_bytes", "stored_bytes", "estimated_error", "shared_bytes", "floor", "lowered_tokens", "method", "choice")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +304,7 @@ class Compression(_message.Message):
     FLOOR_FIELD_NUMBER: _ClassVar[int]
     LOWERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     policy: str
     ratio: float
     raw_bytes: int
@@ -313,7 +314,26 @@ class Compression(_message.Message):
     floor: str
     lowered_tokens: int
     method: str
-    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., estimated_error: _Optional[_Union[EstimatedError, _Mapping]] = ..., shared_bytes: _Optional[int] = ..., floor: _Optional[str] = ..., lowered_tokens: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
+    choice: MethodChoice
+    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., estimated_error: _Optional[_Union[EstimatedError, _Mapping]] = ..., shared_bytes: _Optional[int] = ..., floor: _Optional[str] = ..., lowered_tokens: _Optional[int] = ..., method: _Optional[str] = ..., choice: _Optional[_Union[MethodChoice, _Mapping]] = ...) -> None: ...
+
+class MethodChoice(_message.Message):
+    __slots__ = ("method", "reason", "kl", "stored_bytes", "free_bytes", "link_bytes_s", "predicted_s")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    reason: str
+    kl: float
+    stored_bytes: int
+    free_bytes: int
+    link_bytes_s: float
+    predicted_s: float
+    def __init__(self, method: _Optional[str] = ..., reason: _Optional[str] = ..., kl: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., link_bytes_s: _Optional[float] = ..., predicted_s: _Optional[float] = ...) -> None: ...
 
 class EstimatedError(_message.Message):
     __slots__ = ("kl", "top1_agreement", "measured_at_tokens", "measured_ratio", "measured_on")

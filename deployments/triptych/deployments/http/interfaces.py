@@ -6,8 +6,12 @@ from typing import Protocol
 
 from triptych.core.images import Image, ImageLayout
 from triptych.core.messages import Failed, Floor, Request, Tokens
+from triptych.core.methods.frontier import Measured
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.core.profile import Fidelity
+
+AUTO = "auto"
+"""Name that stands for the method that an adaptive server chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +45,18 @@ class ModelCard:
     """Unix time in seconds."""
     methods: tuple[str, ...] = ()
     """Compression methods that requests may name, the default first."""
+    adaptive: tuple[str, ...] = ()
+    """Those among which the router chooses for a request that names none; empty: it does not."""
     scoring_methods: tuple[str, ...] = ()
     """Those of them that score tokens of answers, which some plug-ins need."""
-    fidelity: Mapping[str, tuple[Fidelity, ...]] = field(
-        default_factory=dict[str, tuple[Fidelity, ...]]
-    )
+    fidelity: Measured = field(default_factory=dict[str, tuple[Fidelity, ...]])
     """The error of compression that calibration measured, by method, at several lengths."""
     measured_on: str = ""
     """The model and the texts with which it was measured."""
     floor: Floor = "low"
     """Floor of all requests (``compressor.floor``)."""
+    max_kl: float = 0.0
+    """Limit of KL of all requests (``compressor.max_kl``); 0: none."""
     plugins: tuple[OverridablePlugin, ...] = ()
     """What requests may change about the plug-ins of the decode step."""
     reasoning: str = "auto"
@@ -68,6 +74,11 @@ class ModelCard:
     def names(self) -> tuple[str, ...]:
         """Every name that clients may send."""
         return (self.name, *self.aliases)
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """Every method that a request may name."""
+        return (*self.methods, AUTO) if self.adaptive else self.methods
 
     @property
     def max_model_len(self) -> int:

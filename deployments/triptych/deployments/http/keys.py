@@ -16,7 +16,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +26,17 @@ import yaml
 
 from triptych.core.errors import (
     ConfigError,
+    FloorNotMet,
     InvalidKey,
     NotAllowed,
     RequestError,
     TooManyRequests,
 )
 from triptych.core.messages import Floor
+from triptych.core.methods.frontier import check_max_kl
+from triptych.core.pages import PagePlan
 from triptych.core.schema import SchemaError, build
+from triptych.deployments.http.interfaces import AUTO
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +72,8 @@ class Key:
     """Lowest class that may store tokens of its requests (``compressor.floor``)."""
     method: str = ""
     """Compression method of its requests that name none; empty: the server's default."""
+    max_kl: float = 0.0
+    """Largest KL that the method of its requests may have (``compressor.max_kl``); 0: any."""
     admin: bool = False
     """Whether the key may read router decisions and take profiles."""
 
@@ -78,6 +84,8 @@ class Key:
             raise ConfigError(f"name={self.name[:80]!r}: expected 1 to 64 characters")
         if min(self.max_concurrent_requests, self.requests_per_minute) < 0:
             raise ConfigError(f"limits of {self.name!r}: expected 0 or more")
+        if not self.max_kl >= 0:
+            raise ConfigError(f"max_kl={self.max_kl} of {self.name!r}: expected 0 or more")
         if not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
             raise ConfigError(
                 f"weight={self.weight} of {self.name!r}: expected {LEAST_WEIGHT} to {MOST_WEIGHT}"
@@ -114,6 +122,11 @@ class Client:
     def method(self) -> str:
         """Compression method of its requests that name none; empty: the server's default."""
         return self.key.method if self.key else ""
+
+    @property
+    def max_kl(self) -> float:
+        """Largest KL that the method of its requests may have; 0: any."""
+        return self.key.max_kl if self.key else 0.0
 
     @property
     def seen_tenant(self) -> str | None:
@@ -286,8 +299,9 @@ def read_keys(path: Path) -> dict[str, Key]:
     return keys
 
 
-def check_methods(keys: Mapping[str, Key], offered: Sequence[str]) -> None:
-    """Raise ConfigError if the method of a key is not among those that the server offers."""
+def check_methods(keys: Mapping[str, Key], plan: PagePlan) -> None:
+    """Raise ConfigError if a server does not offer the method of a key, or none meets its limit."""
+    offered = (*plan.by_method, *([AUTO] if plan.adaptive else []))
     for key in keys.values():
         if key.method and key.method not in offered:
             names = ", ".join(map(repr, offered))
@@ -295,6 +309,12 @@ def check_methods(keys: Mapping[str, Key], offered: Sequence[str]) -> None:
                 f"ingress.api_keys: method={key.method!r} of {key.name!r}: expected one of {names} "
                 "(compressor.methods)"
             )
+        try:
+            check_max_kl(plan.fidelity, plan.by_method, key.max_kl, 0)
+        except FloorNotMet as error:
+            raise ConfigError(
+                f"ingress.api_keys: max_kl={key.max_kl:g} of {key.name!r}: {error}"
+            ) from error
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int]:

@@ -163,7 +163,7 @@ class OpenAIServing:
             "permission": [],
         }
         if model.methods:
-            card["compression_methods"] = list(model.methods)
+            card["compression_methods"] = list(model.offered)
         plugins = {offer.plugin: _shown(offer) for offer in model.plugins}
         return card | {"plugins": plugins} if plugins else card
 

@@ -72,6 +72,7 @@ class Status:
                 "busy_seconds": report.busy_s,
                 "transfers_resumed": report.transfers_resumed,
                 "chunks_refused": report.chunks_refused,
+                "link_bytes_per_second": report.link_bytes_s,
             }
             for name, value in values.items():
                 gauges[f'triptych_workers_{name}{{worker="{report.name}"}}'] = float(value)

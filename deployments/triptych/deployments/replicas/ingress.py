@@ -64,14 +64,16 @@ class IngressReplica:
                 images=self._plan.vision.layout,
                 images_reason=self._plan.vision.reason,
                 methods=tuple(self._plan.pages.by_method),
+                adaptive=self._plan.pages.adaptive,
                 scoring_methods=tuple(
                     name
                     for name, one in self._plan.pages.by_method.items()
                     if one.policy.scores_tokens
                 ),
-                fidelity=self._plan.fidelity,
+                fidelity=self._plan.pages.fidelity,
                 measured_on=self._plan.measured_on,
                 floor=self._plan.config.compressor.floor,
+                max_kl=self._plan.config.compressor.max_kl,
                 plugins=self._plan.offers,
             ),
             config=self._plan.config.ingress,

@@ -41,6 +41,7 @@ from triptych.kvpool.rpc.gateway import PoolAddress
 from triptych.kvpool.rpc.messages import Registered
 from triptych.kvpool.rpc.page_ranges import PageRanges
 from triptych.kvpool.rpc.stub import PoolStub
+from triptych.kvpool.transfer.link_meter import LinkMeter
 from triptych.kvpool.transfer.page_stream import receive
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Fetcher:
     ) -> None:
         """``find`` knows the address of the pool that owns an arena; None: there is none."""
         self._pool, self._find, self._access = pool, find, access
-        self.traffic = Traffic()
+        self.traffic, self.link = Traffic(), LinkMeter()
         self._guests = dict[str, Guest]()
         """By arena."""
         self._lock, self._registering = threading.Lock(), threading.Lock()
@@ -192,13 +193,13 @@ class Fetcher:
                 asked = calls.ReadPages(worker=guest.id, lease=lease, pages=PageRanges(ids[start:]))
                 ticket = guest.pool.call(asked).ticket
                 at = (guest.address.host, guest.address.pages)
-                with closing(
-                    receive(at, self._access, ticket, lease, data, mine[start:])
-                ) as chunks:
+                stream = receive(at, self._access, ticket, lease, data, mine[start:])
+                with self.link.transfer(), closing(stream) as chunks:
                     for count in chunks:
                         if cancelled() or self._closing.is_set():
                             raise Cancelled(f"lease {lease}")
                         self._pool.note_fetched((start + count - done) * page_bytes)
+                        self.link.arrived((start + count - done) * page_bytes)
                         done = start + count
 
             try:

@@ -75,6 +75,7 @@ class Peers:
     def report(self, report: Report, sender: str, now: float) -> bool:
         """Store a report; whether a worker takes requests again after it."""
         if self.cluster.membership.note(report, sender, now):
+            self.cluster.method_costs.reported(sender, report.link_bytes_s)
             return self.cluster.load_index.record_report(sender, now)
         self.cluster.counters["stray_report"] += 1
         return False
@@ -108,6 +109,7 @@ class Peers:
         self.cluster.counters["peers_lost"] += 1
         peer = self.cluster.membership.leave(address, now)
         self.cluster.load_index.leave(address)
+        self.cluster.method_costs.left(address)
         name = peer.name if peer and "decode" in peer.registration.stages else ""
         if name:
             self.cluster.dead_workers.add(name)

@@ -111,7 +111,7 @@ class Progress:
         entry = self._expect(message.request, sender, State.COMPRESSING, "stray_planned")
         if entry is None:
             return
-        entry.transfer.source_worker = ""
+        entry.transfer.source_worker, entry.transfer.plan_s = "", now - entry.since
         self.shared.is_published(entry)
         page_bytes, ledger = self.byte_model.plan.page_bytes, self.cluster.ledger
         own, shared = (max(0, pages) * page_bytes for pages in (message.pages, message.shared))
@@ -135,12 +135,22 @@ class Progress:
         entry = self._expect(message.request, sender, State.ENCODING, "stray_compressed")
         if entry is not None:
             entry.transfer.handle, entry.transfer.report = message.handle, message.report
+            self._measure(entry, now)
             lines = lines_after_encoding(
                 entry.sizes, entry.placement.work_arena, entry.placement.final_arena
             )
             self.cluster.ledger.book(entry.id, lines)
             self.growth.encoded(entry)
             self.cluster.requests.move(entry, State.COMPRESSED, now)
+
+    def _measure(self, entry: Entry, now: float) -> None:
+        """Note how long a prompt was compressed, and whether its pages go to another node."""
+        place, costs, plan = entry.placement, self.cluster.method_costs, self.byte_model.plan
+        method = entry.request.method or plan.policy.name
+        seconds = entry.transfer.plan_s + now - entry.since
+        us = next((one.compress_us for one in plan.measured if one.name == method), 0.0)
+        costs.compressed(method, us, entry.prompt_tokens, seconds)
+        costs.sent(entry.id, travels=place.work_arena != place.final_arena)
 
     def fetched(self, message: Fetched, sender: str) -> None:
         """The worker has copied the pages to its arena; the source is free."""
@@ -149,6 +159,7 @@ class Progress:
             self.cluster.counters["stray_fetched"] += 1
             return
         self.cluster.counters["fetched"] += 1
+        self.cluster.method_costs.arrived(entry.id)
         if entry.state is State.DECODING:
             entry.transfer.source_worker = ""
             entry.placement.work_arena = entry.placement.final_arena

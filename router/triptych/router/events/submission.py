@@ -1,11 +1,13 @@
 """Handlers of ingresses' messages: queue or refuse a request, cancel a request."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from triptych.core.config import RouterConfig
 from triptych.core.errors import PromptTooLong, QueueFull, ShuttingDown, UnknownMethod
 from triptych.core.messages import Cancel, Request
+from triptych.router.events.adaptive_method import AdaptiveMethod
 from triptych.router.models.booking import Booking
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
 from triptych.router.passes.completion import RequestCompletion
@@ -42,12 +44,20 @@ class Submission:
     slo_admission: SloAdmission
     completion: RequestCompletion
     draining: Draining
+    adaptive: AdaptiveMethod
 
-    def submit(self, request: Request, now: float) -> None:
+    def submit(self, requests: Sequence[Request], now: float) -> None:
+        """Queue or refuse the sequences of one client's request."""
+        before: Request | None = None
+        for request in requests:
+            if request.id in self.cluster.requests:
+                self.cluster.counters["duplicate_submit"] += 1
+                continue
+            before = self.adaptive.resolve(request, before, now)
+            self._submit(before, now)
+
+    def _submit(self, request: Request, now: float) -> None:
         cluster = self.cluster
-        if request.id in cluster.requests:
-            cluster.counters["duplicate_submit"] += 1
-            return
         cluster.counters["submitted"] += 1
         methods = tuple(self.byte_model.plan.by_method)
         if request.method not in ("", *methods):
@@ -73,6 +83,7 @@ class Submission:
                 slo=slo,
             )
             cluster.requests.add(entry)
+            self.dispatch.reasons.chose_method(entry, now)
             self.slo_admission.watch(entry)
         else:
             self.dispatch.reasons.refused(request, refusal, now)

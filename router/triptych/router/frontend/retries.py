@@ -96,6 +96,8 @@ class RequestAttempts:
         while (item := self._early.pop(len(self.output_tokens), None)) is not None:
             if len(self.output_tokens) == len(self._start):
                 self._cached = item.cached_tokens
+            if item.choice is not None:  # later attempts have the same compression method
+                self.request = replace(self.request, choice=item.choice)
             self.output_tokens += item.tokens
             if item.finish == "length" and self.present().goes_on:
                 self.is_at_window_end = True

@@ -13,7 +13,7 @@ LOOKED_AT = 3
 """Alternative workers that a decision records."""
 
 Step = Literal["prefill", "compress", "decode"]
-NotedStep = Step | Literal["encode", "wait", "resume", "lower"]
+NotedStep = Step | Literal["method", "encode", "wait", "resume", "lower"]
 
 
 @dataclass
@@ -59,6 +59,13 @@ class DecisionLog:
         """A worker was chosen for a running request."""
         seen = self.looked_at("decode" if step == "resume" else step)
         self._note(entry, step, reason, to, seen, now)
+
+    def chose_method(self, entry: Entry, now: float) -> None:
+        """The router has chosen the method of a request that arrives, if it was to."""
+        choice = entry.request.choice
+        if choice is not None and not entry.request.attempt:
+            self._note(entry, "method", choice.reason, choice.method, (), now)
+            self.cluster.counters[f"method_chosen:{choice.method}"] += 1
 
     def sent_images(self, entry: Entry, reason: str, to: str, now: float) -> None:
         """The images of a request were sent to an encode worker."""

@@ -114,8 +114,14 @@ class Growth:
             is_fixed=is_fixed,
             is_whole=is_fixed,
             may_evict=may_evict,
-            may_lower=request.floor == "low" and not is_fixed,
+            may_lower=not is_fixed and self._may_lower(request),
         )
+
+    def _may_lower(self, request: Request) -> bool:
+        """Whether the floors of a request allow that its high tokens become low."""
+        plan = self.bookings.model.plan
+        is_allowed = plan.may_lower(request.method, request.max_kl, request.known_tokens)
+        return request.floor == "low" and is_allowed
 
     def _profile(self, request: Request) -> str:
         """Key of the statistics of page bytes: the policy, and the floor if there is one."""
@@ -142,6 +148,18 @@ class Growth:
         if not self.is_on:
             return min(most, self.cluster.ledger.free(arena) // max(1, entry.sizes.peak))
         return self.overcommit.room(arena, self._need(entry), self._memory(arena), most)
+
+    def spare_bytes(self) -> int:
+        """Bytes that new requests may take in the decode arena with the most.
+
+        0 while those that run ask in vain. Before any worker is there, all of them.
+        """
+        arenas = self.cluster.membership.arenas_with("decode")
+        if not arenas:
+            return self.cluster.ledger.capacity_bytes
+        ledger = self.cluster.ledger
+        enough = (one for one in arenas if one not in self._short)
+        return max(0, max((self._memory(one) - ledger.booked(one) for one in enough), default=0))
 
     def _memory(self, arena: str) -> int:
         """Bytes that requests may use in an arena, with those that the prefix cache would lend."""

@@ -41,7 +41,7 @@ class SloAdmission:
         slo, latency = request.slo, self.cluster.latency
         if slo == NO_SLO or request.attempt:
             return SloStatus(due), None
-        forecast = self._forecast(request, due, now)
+        forecast = self.forecast(request, due, now)
         cautious = latency.cautious(forecast, now)
         wait_s = latest_start_s(slo, cautious)
         status = SloStatus(min(due, now + HEADROOM * wait_s), now + wait_s, forecast)
@@ -51,7 +51,8 @@ class SloAdmission:
         retry_s = min(MAX_RETRY_S, max(MIN_RETRY_S, missed.over_s))
         return status, SloUnmeetable(missed.what, missed.asked_s, missed.predicted_s, retry_s)
 
-    def _forecast(self, request: Request, due: float, now: float) -> Forecast:
+    def forecast(self, request: Request, due: float, now: float) -> Forecast:
+        """The times of a request that arrives now; ``due`` as in ``assess``."""
         load_index, queue = self.cluster.load_index, self.cluster.requests.queue
         busy = sum(load_index.queue_tokens(address) for address in load_index.best("prefill", 1))
         ahead = queue.ahead_of(request.tenant, due)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from triptych.router.models.latency_forecast import LatencyForecast
+from triptych.router.models.method_costs import MethodCosts
 from triptych.router.models.retry_after import DrainRate
 from triptych.router.policies.batch_gates import Schedule
 from triptych.router.snapshot import WorkerLoad
@@ -28,6 +29,7 @@ class ClusterState:
     outbox: Outbox = field(default_factory=Outbox)
     drain: DrainRate = field(default_factory=DrainRate)
     latency: LatencyForecast = field(default_factory=LatencyForecast)
+    method_costs: MethodCosts = field(default_factory=MethodCosts)
     dead_workers: set[str] = field(default_factory=set[str])
     """Names of dead decode workers whose pages the pool keeps for a takeover."""
     counters: Counter[str] = field(default_factory=Counter[str])
@@ -49,7 +51,9 @@ class ClusterState:
         membership = Membership(report_bound_s)
         image_encoders = ImageEncoders(membership, load_index)
         requests.on_end.append(image_encoders.ended)
-        return cls(membership, ledger, load_index, requests, image_encoders)
+        state = cls(membership, ledger, load_index, requests, image_encoders)
+        requests.on_end.append(lambda entry: state.method_costs.arrived(entry.id))
+        return state
 
     def concurrency_with(self, more: int) -> float:
         """Running requests for each decode worker with up to ``more``, as slots and bytes allow.

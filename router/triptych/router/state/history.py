@@ -35,11 +35,14 @@ class Alternative:
 class Decision:
     """One decision about one request, with its inputs."""
 
-    step: Literal["refuse", "wait", "encode", "prefill", "compress", "decode", "resume", "lower"]
+    step: Literal[
+        "refuse", "method", "wait", "encode", "prefill", "compress", "decode", "resume", "lower"
+    ]
     at: float
     reason: str
     chosen: str = ""
-    """Address of the worker; of a wait, the id of the request that computes the prompt."""
+    """Address of the worker; of a method, its name; of a wait, the id of the request that computes
+    the prompt."""
     raw_bytes: int = 0
     """Pages of the prompt while it is read and compressed."""
     grown_bytes: int = 0

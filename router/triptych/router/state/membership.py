@@ -140,6 +140,14 @@ class Membership:
         )
         return max(times, default=-inf)
 
+    def arenas_with(self, stage: Stage) -> list[str]:
+        """The arenas in which a worker of ``stage`` stores."""
+        return [
+            arena
+            for (of, arena), n in self._there.items()
+            if of == stage and n and arena is not None
+        ]
+
     def _count(self, registration: Register, change: int) -> None:
         for stage in registration.stages:
             self._there[stage, registration.arena] += change

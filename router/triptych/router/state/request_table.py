@@ -123,6 +123,8 @@ class Transfer:
     """Log probabilities of the newest ``output_tokens``, if the request asks for them."""
     token_s: float = 0.0
     """Seconds that prefill took for each computed token of the prompt."""
+    plan_s: float = 0.0
+    """Seconds until the compressor had counted its pages."""
     hit_tokens: int = 0
     """Prompt tokens that prefill took from the prefix cache."""
     first_token_at: float = 0.0

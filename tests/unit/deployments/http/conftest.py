@@ -165,7 +165,9 @@ class FakeEngine:
             stop=stop,
             cached_tokens=0 if step else self.cached_tokens,
             prompt_logprobs=None if step else scores(request),
-            compression=CompressionReport(policy="uniform:k8v4", raw_bytes=3000, stored_bytes=1000)
+            compression=CompressionReport(
+                policy=request.method or "uniform:k8v4", raw_bytes=3000, stored_bytes=1000
+            )
             if last or stop
             else None,
         )

@@ -227,11 +227,12 @@ def test_lowered_tokens_are_reported_and_the_measured_error_is_not_theirs():
     measured = Fidelity(
         context=8, bytes_ratio=0.3, kl=0.5, top1_agreement=0.9, perplexity_ratio=1.0
     )
+    estimates = {report.policy: measured}
     for one in (report, replace(report, lowered_tokens=96), report):
         tokens = Tokens(request="r", index=0, tokens=(1,), text="", compression=one)
-        before = usage(7, [choice], fidelity=measured).get("compression", {})
+        before = usage(7, [choice], fidelity=estimates).get("compression", {})
         choice.add(tokens)
     assert before["lowered_tokens"] == 96
-    told = usage(7, [choice], fidelity=measured)["compression"]
+    told = usage(7, [choice], fidelity=estimates)["compression"]
     assert (told["floor"], told["lowered_tokens"]) == ("low", 96)
     assert told["estimated_error"] is None

@@ -1,7 +1,8 @@
-"""A TCP line that a test can cut, or let fall silent: it stands between a fetcher and a pool."""
+"""A TCP line that a test can cut, or make slow: it stands between a fetcher and a pool."""
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -19,6 +20,8 @@ class Line:
         """Places of bytes towards the client that change, one in each next connection."""
         self.is_down = False
         """New connections are closed at once."""
+        self.bytes_s = 0.0
+        """Most bytes per second towards a client; 0: no limit."""
         self._open = list[socket.socket]()
         self._threads = list[threading.Thread]()
         self._start(self._accept)
@@ -60,12 +63,18 @@ class Line:
                     client.shutdown(socket.SHUT_RDWR)
                     continue
                 self._open.append(server)
-                self._start(_forward, client, server, -1, -1)
-                self._start(_forward, server, client, limit, flip)
+                self._start(_forward, client, server, -1, -1, lambda: 0.0)
+                self._start(_forward, server, client, limit, flip, lambda: self.bytes_s)
 
 
-def _forward(source: socket.socket, target: socket.socket, limit: int, flip: int) -> None:
-    passed = 0
+def _forward(
+    source: socket.socket,
+    target: socket.socket,
+    limit: int,
+    flip: int,
+    bytes_s: Callable[[], float],
+) -> None:
+    passed, due = 0, time.monotonic()
     with suppress(OSError):
         while data := bytearray(source.recv(1 << 16)):
             if passed <= flip < passed + len(data):
@@ -73,6 +82,9 @@ def _forward(source: socket.socket, target: socket.socket, limit: int, flip: int
             passed += len(data)
             if 0 <= limit < passed:
                 break
+            if speed := bytes_s():
+                due = max(due, time.monotonic()) + len(data) / speed
+                time.sleep(max(0.0, due - time.monotonic()))
             target.sendall(data)
     for end in (source, target):
         with suppress(OSError):

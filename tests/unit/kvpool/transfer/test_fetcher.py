@@ -189,6 +189,14 @@ def test_pages_come_over_and_are_free_where_they_came_from(pair: Pair) -> None:
         pair.fetcher.fetch("r", lease_ref, ids)
 
 
+def test_the_speed_of_the_line_is_measured(pair: Pair) -> None:
+    assert pair.fetcher.link.bytes_s == 0.0
+    pair.pages.bytes_s = 20e6
+    lease_ref, ids = pair.commit()
+    pair.fetcher.fetch("r", lease_ref, ids)
+    assert 5e6 < pair.fetcher.link.bytes_s < 25e6
+
+
 def test_what_a_request_shares_comes_over_as_its_own(
     make_node: Callable[..., Node],
     nodes: tuple[Node, Node],

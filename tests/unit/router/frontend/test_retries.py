@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from triptych.core.errors import StageLost
-from triptych.core.messages import Failed, Request, Sampling, Tokens, failed
+from triptych.core.messages import Failed, MethodChoice, Request, Sampling, Tokens, failed
 from triptych.router import AttemptTable, RequestAttempts
 from triptych.router.frontend.retries import GAP_S, MAX_ATTEMPTS, MOST_EARLY, QUIET_S
 
@@ -113,6 +113,19 @@ def test_an_attempt_that_is_made_again_reads_no_more_from_the_cache_than_the_fir
     journey.hear(tokens(1, "r~2"))
     assert journeys.again(journey)
     assert journey.present().cached_at_most is None
+
+
+def test_all_attempts_have_the_method_that_the_router_chose_for_the_first_one() -> None:
+    """Its tokens are of that method, and another router might choose another one."""
+    journey = RequestAttempts(replace(REQUEST, adapts=True), lambda _: None)
+    choice = MethodChoice(
+        method="uniform:k4v2", reason="memory", kl=0.02, stored_bytes=1, free_bytes=2
+    )
+    journey.hear(replace(tokens(0), choice=choice))
+    journey.hear(tokens(1))
+    for _ in range(2):
+        journey.begin_again()
+        assert journey.present().choice == choice
 
 
 def test_an_attempt_that_got_no_further_than_the_prefill_is_made_again_as_it_was() -> None:

@@ -26,6 +26,7 @@ from triptych.core.messages import (
 from triptych.kvpool import About, LocalPool
 from triptych.kvpool.rpc import page_ranges
 from triptych.kvpool.transfer.fetcher import Traffic
+from triptych.kvpool.transfer.link_meter import LinkMeter
 from triptych.workers.kv.handle_codec import pages_by_run
 from triptych.workers.kv.remote_fetch import RemoteFetch
 
@@ -39,6 +40,7 @@ class FakeFetcher:
     may_end: threading.Event = field(default_factory=threading.Event)
     began: threading.Event = field(default_factory=threading.Event)
     traffic: Traffic = field(default_factory=lambda: Traffic(resumed=3, bad_chunks=1))
+    link: LinkMeter = field(default_factory=lambda: LinkMeter(bytes_s=5e6))
 
     def fetch(
         self,
@@ -203,4 +205,4 @@ def test_raw_pages_are_fetched_for_those_requests_that_need_it(worker: Worker) -
 def test_what_went_wrong_on_the_way_is_reported(worker: Worker) -> None:
     report = Report(name="w", running=0, waiting=0, pages_held=0, busy_s=0.0)
     told = worker.inbound.completed(report)
-    assert (told.transfers_resumed, told.chunks_refused) == (3, 1)
+    assert (told.transfers_resumed, told.chunks_refused, told.link_bytes_s) == (3, 1, 5e6)

@@ -86,9 +86,14 @@ class RemoteFetch:
         self._threads.shutdown()
 
     def completed(self, report: Report) -> Report:
-        """Add the transfer errors to a report."""
+        """Add the errors of transfers, and their speed, to a report."""
         traffic = self._fetcher.traffic
-        return replace(report, transfers_resumed=traffic.resumed, chunks_refused=traffic.bad_chunks)
+        return replace(
+            report,
+            transfers_resumed=traffic.resumed,
+            chunks_refused=traffic.bad_chunks,
+            link_bytes_s=self._fetcher.link.bytes_s,
+        )
 
     # ---------------------------------------------------------------- taking
 

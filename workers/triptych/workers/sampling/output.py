@@ -70,6 +70,7 @@ class OutputProcessor:
             compression=report,
             cached_tokens=cached,
             prompt_logprobs=of_prompt,
+            choice=self.request.choice if index == len(self.request.output_tokens) else None,
         )
         return Send(self.request.reply_to, message)
 

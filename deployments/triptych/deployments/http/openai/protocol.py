@@ -29,6 +29,8 @@ from triptych.deployments.http.openai.validation_errors import (
 
 MAX_STOP_CHARS = 256
 MAX_NAME_CHARS = 256
+MAX_KL = 100.0
+"""Largest limit of a KL in nats; one of 100 limits nothing."""
 MAX_PROFILE_STEPS = 1000
 MAX_PROFILE_S = 60.0
 MAX_INT = 2**31 - 1
@@ -206,6 +208,9 @@ class CompressionOptions(Body):
     method: Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     """One of the compression methods that ``/v1/models`` lists; None: the default of the key or of
     the server."""
+    max_kl: Annotated[Finite, Field(ge=0, le=MAX_KL)] | None = None
+    """The largest KL to the full cache that its method may have; None or 0: what key and server
+    say."""
 
 
 class GenerationBody(Body):

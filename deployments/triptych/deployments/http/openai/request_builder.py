@@ -4,7 +4,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from triptych.core.config import IngressConfig
 from triptych.core.errors import (
@@ -16,10 +16,11 @@ from triptych.core.errors import (
 )
 from triptych.core.images import Image, ImageSpan, expand_images
 from triptych.core.messages import Floor, Request, Sampling, Slo
+from triptych.core.methods.frontier import check_max_kl, nearest
 from triptych.core.plugin_overrides import check_floor, check_scores, overrides_of
 from triptych.core.profile import Fidelity
 from triptych.deployments.grammars import process_compiler
-from triptych.deployments.http.interfaces import Engine, ModelCard
+from triptych.deployments.http.interfaces import AUTO, Engine, ModelCard
 from triptych.deployments.http.keys import NO_CLIENT, Client
 from triptych.deployments.http.openai.chat_images import (
     check_fields,
@@ -99,8 +100,8 @@ class Job:
     shows_reasoning: bool = True
     prompt_logprobs: int = -1
     """Alternatives per token of the prompt to report, as vLLM does; -1: no report."""
-    fidelity: Fidelity | None = None
-    """Measured error of compression at about this length; None if there is no measurement."""
+    fidelity: Mapping[str, Fidelity] = field(default_factory=dict[str, Fidelity])
+    """Measured error of compression methods at about this length; empty if none holds."""
     measured_on: str = ""
     """The model and the texts with which ``fidelity`` was measured."""
     is_prompt_alone: bool = False
@@ -268,15 +269,19 @@ class RequestBuilder:
         The client's salt is "" or has a fixed length, so no two pairs of it and a body's are equal.
 
         Raises: RequestError if a method or a plug-in override is not offered, or the floor or the
-            method forbids it
+            method forbids it, or no method meets the limit of KL
         """
-        method = self._method(body, client)
+        method, limit = self._method(body, client), self._max_kl(body, client)
         overrides = overrides_of(body.plugins, self._model.plugins)
         floor = strictest(self._model.floor, client.floor, body.compression.floor)
         check_floor(floor, self._model.plugins, overrides)
-        if method:
+        adapts = method == AUTO
+        names = self._model.adaptive if adapts else (method,)
+        for tokens in {len(request.prompt) for request in job.requests}:
+            check_max_kl(self._model.fidelity, names, limit, tokens)
+        for name in filter(None, names):
             scoring = self._model.scoring_methods
-            check_scores(method, scoring, self._model.plugins, overrides)
+            check_scores(name, scoring, self._model.plugins, overrides)
         salt = f"{'' if self._config.share_prefixes else client.salt}:{body.cache_salt or ''}"
         mine = {
             "cache_salt": salt,
@@ -287,13 +292,15 @@ class RequestBuilder:
             "slo": _slo(body),
             "plugin_overrides": overrides,
             "floor": floor,
-            "method": "" if method in self._model.methods[:1] else method,
+            "method": "" if adapts or method in self._model.methods[:1] else method,
+            "max_kl": limit,
+            "adapts": adapts,
         }
         owned = tuple(replace(request, **mine) for request in job.requests)
         return replace(
             job,
             requests=owned,
-            fidelity=self._fidelity(owned, method, floor),
+            fidelity=self._fidelity(owned, floor),
             measured_on=self._model.measured_on,
         )
 
@@ -455,25 +462,34 @@ class RequestBuilder:
             echo=tuple(text for text in texts for _ in range(body.n)),
         )
 
-    def _fidelity(self, requests: Sequence[Request], method: str, floor: Floor) -> Fidelity | None:
-        """The measured error of a compression method.
+    def _fidelity(self, requests: Sequence[Request], floor: Floor) -> dict[str, Fidelity]:
+        """The measured error of each compression method.
 
-        None without one, if they enable a plug-in, or with another floor than it was measured with.
+        Empty if they enable a plug-in, or with another floor than it was measured with.
         """
         if floor != self._model.floor:
-            return None
+            return {}
         if any(switch.on for request in requests for switch in request.plugin_overrides):
-            return None
+            return {}
         longest = max(len(request.prompt) for request in requests)
-        return _nearest(self._model.fidelity.get(method, ()), longest)
+        found = {name: nearest(each, longest) for name, each in self._model.fidelity.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
+    def _max_kl(self, body: GenerationBody, client: Client) -> float:
+        """The smallest limit of KL of the server, the key and a body; 0: none has one."""
+        limits = (self._model.max_kl, client.max_kl, body.compression.max_kl or 0.0)
+        return min(filter(None, limits), default=0.0)
 
     def _method(self, body: GenerationBody, client: Client) -> str:
         """The compression method of a body: its own, the key's, or the server's default.
 
+        ``AUTO`` if the router is to choose it.
+
         Raises: UnknownMethod with the methods that the server offers
         """
-        offered = self._model.methods
-        name = body.compression.method or client.method or (offered[0] if offered else "")
+        offered = self._model.offered
+        default = AUTO if self._model.adaptive else "".join(offered[:1])
+        name = body.compression.method or client.method or default
         if name and name not in offered:
             raise UnknownMethod(name, offered)
         return name
@@ -572,10 +588,6 @@ def _with_parts(turn: dict[str, object]) -> dict[str, object]:
 def strictest(*floors: Floor) -> Floor:
     """The highest of some floors."""
     return "high" if "high" in floors else "low"
-
-
-def _nearest(measured: Sequence[Fidelity], tokens: int) -> Fidelity | None:
-    return min(measured, key=lambda one: abs(one.context - tokens), default=None)
 
 
 def _slo(body: GenerationBody) -> Slo:

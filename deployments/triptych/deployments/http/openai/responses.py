@@ -1,14 +1,16 @@
 """OpenAI's responses, whole and as chunks, built from the tokens of each choice."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 from triptych.core.messages import (
     CompressionReport,
     FinishReason,
     Floor,
+    MethodChoice,
     PromptLogprobs,
     TokenLogprob,
     TokenRank,
@@ -22,6 +24,8 @@ from triptych.deployments.http.openai.tool_parser import ParsedCall, call_parser
 from triptych.deployments.http.tokenizer import TextCodec
 
 Json = dict[str, object]
+
+NOT_MEASURED: Mapping[str, Fidelity] = MappingProxyType({})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +50,8 @@ class Choice:
     compression: CompressionReport | None = None
     floor: Floor = "low"
     """The floor in force."""
+    choice: MethodChoice | None = None
+    """Why the router chose the compression method; None: it did not."""
     cached_tokens: int = 0
     """Tokens of its prompt that were in the prefix cache."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -69,13 +75,14 @@ class Choice:
             self.compression = replace(item.compression, lowered_tokens=most)
         self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
         self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
+        self.choice = item.choice or self.choice
 
 
 def usage(
     prompt_tokens: int,
     choices: Sequence[Choice],
     choices_each: int = 1,
-    fidelity: Fidelity | None = None,
+    fidelity: Mapping[str, Fidelity] = NOT_MEASURED,
     measured_on: str = "",
 ) -> Json:
     """OpenAI's ``usage``, with compression's result if it is known, and its error if measured.
@@ -91,9 +98,16 @@ def usage(
     }
     compression = _compression(choices)
     if compression:
-        is_lowered = bool(compression["lowered_tokens"])
-        compression["estimated_error"] = _estimate(None if is_lowered else fidelity, measured_on)
+        measured = _fidelity_of(compression, fidelity)
+        compression["estimated_error"] = _estimate(measured, measured_on)
     return counts | {"compression": compression} if compression else counts
+
+
+def _fidelity_of(compression: Json, fidelity: Mapping[str, Fidelity]) -> Fidelity | None:
+    """The measured error of the method in a result; None if nobody measured it, or its tokens were
+    lowered."""
+    is_lowered = bool(compression["lowered_tokens"])
+    return None if is_lowered else fidelity.get(str(compression["method"]))
 
 
 def _estimate(fidelity: Fidelity | None, measured_on: str) -> Json | None:
@@ -132,6 +146,8 @@ def _compression(choices: Sequence[Choice]) -> Json:
     }
     if shared:
         result["shared_bytes"] = shared
+    if choices[0].choice is not None:
+        result["choice"] = asdict(choices[0].choice)
     if reports[0].modalities:
         result["modalities"] = _modalities(reports)
     return result
@@ -196,8 +212,10 @@ class ResponseBuilder(ABC):
             headers["x-triptych-compression-policy"] = str(compression["policy"])
             headers["x-triptych-compression-ratio"] = str(compression["ratio"])
             headers["x-triptych-lowered-tokens"] = str(compression["lowered_tokens"])
-            if self.job.fidelity and not compression["lowered_tokens"]:
-                headers["x-triptych-estimated-kl"] = str(self.job.fidelity.kl)
+            if measured := _fidelity_of(compression, self.job.fidelity):
+                headers["x-triptych-estimated-kl"] = str(measured.kl)
+            if choice := self.choices[0].choice:
+                headers["x-triptych-method-choice"] = choice.reason
         return headers
 
     def first_headers(self) -> dict[str, str]:

@@ -61,6 +61,10 @@ class CountingRunner:
         return self.runner.can_exit
 
     @property
+    def step_bytes(self) -> int:
+        return self.runner.step_bytes
+
+    @property
     def can_capture(self) -> bool:
         return self.runner.can_capture
 

@@ -85,6 +85,17 @@ def test_a_worker_that_is_killed_in_its_step_does_not_keep_the_turn(tmp_path: Pa
     assert time.monotonic() - started < 5
 
 
+def test_a_small_step_leaves_a_core_and_the_next_one_has_all(tmp_path: Path) -> None:
+    cores, threads = SharedCores(tmp_path, cores=3), list[int]()
+    for leaves_core in (False, True, False):
+        with cores.step(lambda: True, leaves_core=leaves_core):
+            threads.append(torch.get_num_threads())
+    assert threads == [3, 2, 3]
+    alone = SharedCores(tmp_path / "alone", cores=1)
+    with alone.step(lambda: True, leaves_core=True):
+        assert torch.get_num_threads() == 1
+
+
 def test_own_cores_sets_the_threads_once() -> None:
     with DedicatedCores(1).step(lambda: True):
         assert torch.get_num_threads() == 1

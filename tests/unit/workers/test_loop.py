@@ -22,7 +22,7 @@ class BusyCores:
         self.others_s, self.turns = others_s, 0
 
     @contextmanager
-    def step(self, is_urgent: Callable[[], bool]) -> Generator[None]:
+    def step(self, is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
         is_urgent()
         time.sleep(self.others_s)
         self.turns += 1
@@ -55,6 +55,9 @@ class Recorder:
 
     def is_late(self) -> bool:
         return self._is_late
+
+    def leaves_core(self) -> bool:
+        return False
 
     def step(self) -> Iterable[Send]:
         time.sleep(0.001)

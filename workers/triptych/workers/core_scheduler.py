@@ -32,7 +32,7 @@ class DedicatedCores:
         torch.set_num_threads(threads)
 
     @contextmanager
-    def step(self, _is_urgent: Callable[[], bool]) -> Generator[None]:
+    def step(self, _is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
         yield
 
     def set_prefilling(self, has_more: bool) -> None:
@@ -71,10 +71,11 @@ class SharedCores:
         return False
 
     @contextmanager
-    def step(self, is_urgent: Callable[[], bool]) -> Generator[None]:
+    def step(self, is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
         """Wait for the turn and hold it during a step.
 
         A step that is not urgent waits until it is, or until no worker has prompts to prefill.
+        ``leaves_core``: the step leaves a core to other processes.
         """
         while not is_urgent() and self._others_prefill():
             time.sleep(POLL_S)
@@ -82,8 +83,12 @@ class SharedCores:
         fcntl.flock(self._turn, fcntl.LOCK_EX)
         fcntl.flock(self._next, fcntl.LOCK_UN)
         try:
-            with self._team() if self._cores > 1 else nullcontext():
+            if leaves_core and self._cores > 1:
+                torch.set_num_threads(self._cores - 1)
                 yield
+            else:
+                with self._team() if self._cores > 1 else nullcontext():
+                    yield
         finally:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
 

@@ -54,6 +54,10 @@ class Engine(Protocol):
         """Whether the engine has missed a deadline, so that it can step again in the same turn."""
         ...
 
+    def leaves_core(self) -> bool:
+        """Whether the next step gains so little from the last core that others may have it."""
+        ...
+
     def requests(self) -> list[str]:
         """Ids of the requests that this stage holds."""
         ...

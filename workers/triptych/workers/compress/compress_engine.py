@@ -136,6 +136,9 @@ class CompressEngine:
     def is_late(self) -> bool:
         return False
 
+    def leaves_core(self) -> bool:
+        return False
+
     def requests(self) -> list[str]:
         return [*self._open, *self._planned, *(job.request for job in self._ready)]
 

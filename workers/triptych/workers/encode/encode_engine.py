@@ -131,6 +131,9 @@ class EncodeEngine:
     def is_late(self) -> bool:
         return False
 
+    def leaves_core(self) -> bool:
+        return False
+
     def requests(self) -> list[str]:
         return list(self._work)
 

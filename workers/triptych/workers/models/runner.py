@@ -33,6 +33,11 @@ class Runner(Protocol):
         """Whether ``forward`` can be captured as a graph of the device."""
         ...
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a pass reads."""
+        ...
+
     def forward(
         self,
         tokens: Tensor,
@@ -87,6 +92,11 @@ class ModelRunner:
     def can_exit(self) -> bool:
         """Whether tokens can exit before the last layer; transformers' own layers cannot."""
         return self._network.can_exit
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a pass reads."""
+        return self._network.step_bytes
 
     @property
     def can_capture(self) -> bool:

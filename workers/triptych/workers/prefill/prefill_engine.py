@@ -160,6 +160,9 @@ class PrefillEngine:
     def is_late(self) -> bool:
         return False
 
+    def leaves_core(self) -> bool:
+        return False
+
     def requests(self) -> list[str]:
         entries = [*self._waiting, *self._prompts]
         return [request.id for entry in entries for request in entry.requests]

@@ -232,6 +232,10 @@ class _ProfiledRunner:
         return self._inner.can_exit
 
     @property
+    def step_bytes(self) -> int:
+        return self._inner.step_bytes
+
+    @property
     def can_capture(self) -> bool:
         """A step is profiled by its parts, which a graph does not have."""
         return False

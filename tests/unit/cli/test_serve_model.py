@@ -18,7 +18,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the command would serve, instead of a server."""
     seen = dict[str, Any]()
 
-    def note(path: Path) -> None:
+    def note(path: Path, _temporary: str) -> None:
         (app,) = read_serve_file(path)
         keys = Path(app.config.ingress.api_keys) if app.config.ingress.api_keys else None
         entries = json.loads(keys.read_text()) if keys else []

@@ -182,7 +182,7 @@ def _attend_block(job, head, start, query, logits, weights, mixed, sums):
                 line[column] = np.float32(HIDDEN) if hidden[column] else line[column]
         sink = job[SINKS] + 4 * head if job[SINKS] else 0
         finish_row(line, limit, np.float32(job.view(np.float64)[SCALE]), sink, sums)
-        _round(line.ctypes.data, weights[row].ctypes.data, seen // LANES)
+        _round(logits[row].ctypes.data, weights[row].ctypes.data, seen // LANES)
     values = job[VALUE] + 2 * wide * known * (head // job[GROUP])
     near, out = weights.ctypes.data, mixed.ctypes.data
     for channel in range(0, wide, TILE):

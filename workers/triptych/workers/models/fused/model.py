@@ -135,18 +135,21 @@ class FusedModel:
     ) -> Tensor:
         """As ``through``. ``rows``: tokens that are returned; None: all.
 
-        Behind the attention of the last layer only their rows are computed.
+        If they are few, only they are computed behind the attention of the last layer.
         """
+        is_part = rows is not None and len(rows) < len(hidden)
         cos, sin = self._rotation(positions)
         delta: Any = None  # of the block before: it is added where the next norm is
         for layer in layers:
             block = self._blocks[layer]
             hidden, heads = block.heads(hidden, delta, cos, sin)
             mixed = _mixed(layer, block, heads, attend)
-            if rows is not None and layer == layers[-1]:
+            if is_part and layer == layers[-1]:
                 hidden, mixed = hidden[rows], mixed[rows]
             hidden, delta = block.mix(hidden, mixed)
-        return hidden if delta is None else self._blocks[layers[-1]].total(hidden, delta)
+        if delta is not None:
+            hidden = self._blocks[layers[-1]].total(hidden, delta)
+        return hidden if is_part or rows is None else hidden[rows]
 
     def _until_exits(
         self,

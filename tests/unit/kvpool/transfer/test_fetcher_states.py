@@ -4,7 +4,7 @@ A producer commits two pages in the far pool. Two workers of the near one have t
 the router took the first for dead, and each fetches: reserve, hold, copy page by page, commit,
 release. Producer, workers and the far pool may die at each point; pools sweep later, or never.
 The steps are those of ``Fetcher``, which says them over a wire. All states that can be reached
-are visited, once each: 6,794.
+are visited, once each: 8,226.
 """
 
 from collections.abc import Hashable, Iterator
@@ -227,4 +227,4 @@ class World:
 
 @pytest.mark.slow
 def test_no_interleaving_and_no_death_loses_a_byte_or_a_page() -> None:
-    assert explore(World.start(), {"go on"}) == (6_794, 4_532)
+    assert explore(World.start(), {"go on"}) == (8_226, 5_644)

@@ -6,7 +6,13 @@ import numpy as np
 import torch
 from numba import carray
 
-from triptych.kernels.codegen.numba_runtime import from_half, kernel, pointer, to_half
+from triptych.kernels.codegen.numba_runtime import (
+    from_half,
+    inlined,
+    kernel,
+    pointer,
+    to_half,
+)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT, BFLOAT, HALF = KINDS.values()
@@ -28,6 +34,15 @@ def read_floats(address, kind, offset, numbers):
             numbers[channel] = from_half(halves[channel])
 
 
+@inlined
+def _rounded(word):
+    """Bits of a float32, rounded to those of a bfloat16 number in the upper half."""
+    odd = (word >> np.uint32(16)) & np.uint32(1)
+    is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    rounded = (word + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
+    return np.uint32(0x7FC00000) if is_nan else rounded
+
+
 @kernel
 def write_floats(numbers, address, kind, offset):
     """Write a float32 vector, rounded to the nearest number, ties to even; NaN stays NaN."""
@@ -38,11 +53,7 @@ def write_floats(numbers, address, kind, offset):
     if kind == BFLOAT:
         bits = numbers.view(np.uint32)
         for channel in range(len(numbers)):
-            word = bits[channel]
-            odd = (word >> np.uint32(16)) & np.uint32(1)
-            rounded = (word + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-            is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            halves[channel] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+            halves[channel] = np.uint16(_rounded(bits[channel]) >> np.uint32(16))
     else:
         for channel in range(len(numbers)):
             halves[channel] = to_half(numbers[channel])
@@ -53,8 +64,10 @@ def round_floats(numbers):
     """Round a float32 vector to bfloat16 in place, ties to even; NaN stays NaN."""
     bits = numbers.view(np.uint32)
     for channel in range(len(numbers)):
-        word = bits[channel]
-        odd = (word >> np.uint32(16)) & np.uint32(1)
-        is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        rounded = (word + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
-        bits[channel] = np.uint32(0x7FC00000) if is_nan else rounded
+        bits[channel] = _rounded(bits[channel])
+
+
+@inlined
+def bfloat_pair(lower, upper):
+    """Two bfloat16 numbers in a word; both are given as the bits of a float32."""
+    return lower >> np.uint32(16) | upper & np.uint32(0xFFFF0000)

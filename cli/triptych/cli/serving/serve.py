@@ -61,8 +61,8 @@ DType = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")
 Quantization = Annotated[
     str | None,
     typer.Option(
-        help="auto: 4-bit checkpoints stay in 4 bits; int8: weights and their inputs in 8 bits; "
-        "int4: any weights in 4 bits; none: in dtype."
+        help="auto: weights that were quantized to 4 bits stay so; int8: weights and their inputs "
+        "in 8 bits; int4: any weights in 4 bits; none: in dtype."
     ),
 ]
 KVCacheMemory = Annotated[

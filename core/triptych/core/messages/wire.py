@@ -17,8 +17,8 @@ WIRE_VERSION = 12
 checkpoints and borrowed cache memory; 3 added the epoch of a registration; 4 the children of a
 ``Submit``; 5 page limits, evictions, and the prompt's length of a ``Prefix``; 6 small pages; 7
 floors of requests, and tokens that are lowered; 8 compression methods of requests; 9
-images of requests, and messages of the encode stage; 10 segments of prompts; 12 limits of KL,
-chosen methods, and the speed of links."""
+images of requests, and messages of the encode stage; 10 segments of prompts; 11 left out fields
+with their default; 12 limits of KL, chosen methods, and the speed of links."""
 MAX_FRAME_BYTES = 64 << 20
 
 Message = Any

@@ -1,4 +1,4 @@
-"""What calibration measured of each method, and which methods are near enough to the full cache."""
+"""The measured KL and bytes of compression methods: lookups, limits and the Pareto frontier."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Measured = Mapping[str, Sequence[Fidelity]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMethod:
-    """A method and what was measured of it."""
+    """A compression method with its measurements."""
 
     name: str
     fidelity: tuple[Fidelity, ...]
@@ -22,7 +22,7 @@ class MeasuredMethod:
 
 
 def nearest(measured: Sequence[Fidelity], tokens: int) -> Fidelity | None:
-    """What was measured at the context that is nearest to ``tokens``; None if nothing was."""
+    """The measurement at the context length nearest to ``tokens``; None if there is none."""
     return min(measured, key=lambda one: abs(one.context - tokens), default=None)
 
 

@@ -26,7 +26,7 @@ from triptych.kernels.codegen.numba_runtime import (
     team_threads,
 )
 from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I32, I64, POINTER, Emitter, vector
-from triptych.kernels.floats import KINDS, read_floats, round_floats, write_floats
+from triptych.kernels.floats import KINDS, bfloat_pair, read_floats, round_floats, write_floats
 from triptych.kernels.int4.layout import (
     GRID_BYTES,
     LEVELS,
@@ -169,8 +169,7 @@ def prepare_row(numbers, rows, at, groups, pairs, sums):
     """
     words, group = numbers.view(np.uint32), len(numbers) // groups
     for pair in range(len(numbers) // 2):
-        upper = words[2 * pair + 1] & np.uint32(0xFFFF0000)
-        pairs[pair * rows + at] = words[2 * pair] >> np.uint32(16) | upper
+        pairs[pair * rows + at] = bfloat_pair(words[2 * pair], words[2 * pair + 1])
     for index in range(groups):
         sums[index * rows + at] = _sum(numbers[index * group : (index + 1) * group])
 

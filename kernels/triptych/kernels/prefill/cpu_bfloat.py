@@ -28,7 +28,9 @@ from triptych.kernels.codegen.numba_runtime import (
     team_threads,
 )
 from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I64, POINTER, Emitter, vector
-from triptych.kernels.floats import read_floats, round_floats
+from triptych.kernels.floats import BFLOAT as BFLOAT_KIND
+from triptych.kernels.floats import FLOAT as FLOAT_KIND
+from triptych.kernels.floats import bfloat_pair, read_floats, round_floats, write_floats
 from triptych.kernels.prefill.cpu_softmax import HIDDEN, finish_row
 
 ROWS = 8
@@ -115,12 +117,11 @@ def _pack_keys(job, head, tile):
         numbers[:] = np.float32(0.0)
         if key < known:
             offset = head * job[KEY_HEAD] + key * job[KEY_TOKEN]
-            read_floats(job[KEYS], 0, offset, numbers)
+            read_floats(job[KEYS], FLOAT_KIND, offset, numbers)
             round_floats(numbers)
         words = numbers.view(np.uint32)
         for pair in range(dim // 2):
-            upper = words[2 * pair + 1] & np.uint32(0xFFFF0000)
-            pairs[pair, at] = words[2 * pair] >> np.uint32(16) | upper
+            pairs[pair, at] = bfloat_pair(words[2 * pair], words[2 * pair + 1])
 
 
 @kernel
@@ -135,14 +136,13 @@ def _pack_values(job, head, tile):
             line[:] = np.float32(0.0)
             if value < known:
                 offset = head * job[VALUE_HEAD] + value * job[VALUE_TOKEN]
-                read_floats(job[VALUES], 0, offset, line)
+                read_floats(job[VALUES], FLOAT_KIND, offset, line)
                 round_floats(line)
         words = numbers.view(np.uint32)
         place = job[VALUE] + 2 * wide * (head * _wide(known, TILE) + 2 * pair)
         pairs = carray(pointer(place), wide, np.uint32)
         for channel in range(wide):
-            upper = words[1, channel] & np.uint32(0xFFFF0000)
-            pairs[channel] = words[0, channel] >> np.uint32(16) | upper
+            pairs[channel] = bfloat_pair(words[0, channel], words[1, channel])
 
 
 @team_body
@@ -189,16 +189,8 @@ def _attend_block(job, head, start, query, logits, weights, mixed, sums):
         columns = values + 4 * channel
         _multiply(near, 2 * known, columns, 4 * wide, seen // 2, out + 4 * channel, 4 * wide, 8)
     for row in range(count):
-        at = job[OUT] + 2 * dim * ((start + row) * job[HEADS] + head)
-        _round_row(mixed[row, :dim], at)
-
-
-@kernel
-def _round_row(numbers, address):
-    round_floats(numbers)
-    words, out = numbers.view(np.uint32), carray(pointer(address), len(numbers), np.uint16)
-    for channel in range(len(numbers)):
-        out[channel] = np.uint16(words[channel] >> np.uint32(16))
+        offset = dim * ((start + row) * job[HEADS] + head)
+        write_floats(mixed[row, :dim], job[OUT], BFLOAT_KIND, offset)
 
 
 @team_body

@@ -305,7 +305,7 @@ def _transfer(call: _Transfer, descriptor: int, views: Sequence[memoryview], at:
 
 
 def _after(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of buffers of which the first ``done`` bytes are done."""
+    """The buffers without their first ``done`` bytes."""
     for at, view in enumerate(views):
         if done < view.nbytes:
             return [view[done:], *views[at + 1 :]]

@@ -238,7 +238,7 @@ class DiskTier:
     def _wanted(
         self, namespace: Namespace, tokens: TokenIds, keys: Sequence[BlockKey]
     ) -> list[_OnDisk]:
-        """What must be loaded for the longest prefix that memory and disk have together.
+        """The blocks to load for the longest prefix that memory and disk have together.
 
         First blocks, then window entries of the last ones, if requests need them.
         """

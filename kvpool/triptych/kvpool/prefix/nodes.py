@@ -58,7 +58,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """What a pin covers: a chain of blocks, and window entries of some of them."""
+    """The nodes of a pin: a chain of blocks, and window entries of some of them."""
 
     tail: Node
     windows: tuple[Node, ...] = ()

@@ -72,7 +72,7 @@ class AdaptiveMethod:
         return limit
 
     def _rung(self, method: MeasuredMethod, request: Request, now: float) -> Rung:
-        """What the request would take with a method."""
+        """The bytes and seconds that the request would take with a method."""
         tokens, costs = request.known_tokens, self.cluster.method_costs
         measured = nearest(method.fidelity, tokens)
         assert measured is not None

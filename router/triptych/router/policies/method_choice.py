@@ -41,7 +41,7 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is left for a request."""
+    """Free memory, and the time that a request takes with any method."""
 
     free_bytes: int
     """Bytes of pages, an equal part for each request that waits."""

@@ -50,11 +50,13 @@ class Packings:
     def made_smaller(self) -> "Packings":
         """With the head in 8 bits, and layers in 4 bits that had been quantized to these.
 
-        What they answer is the same: ``Head`` computes the largest logits in float32 again.
+        As far as this processor multiplies them. The largest logits stay exact: see ``Head``.
         """
         head: Packing = "int8" if Int8Product.takes_here() else self.head
-        is_small = self.layers != "dense" or not multiplies_bfloat()
-        return replace(self, head=head, layers=self.layers if is_small else "int4_if_exact")
+        layers = self.layers
+        if layers == "dense" and multiplies_bfloat():
+            layers = "int4_if_exact"
+        return replace(self, head=head, layers=layers)
 
 
 INT8_BYTES = 1.0

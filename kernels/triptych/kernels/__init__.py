@@ -16,7 +16,7 @@ from triptych.kernels.codec import (
     store_tokens,
     transcode,
 )
-from triptych.kernels.codegen.native import multiplies_bfloat
+from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
 from triptych.kernels.decode import decode_attention, record_scores, score_tokens
 from triptych.kernels.draw import draw_tokens
@@ -81,6 +81,7 @@ __all__ = [
     "mean_sums",
     "move_tokens",
     "multiplies_bfloat",
+    "multiplies_tiles",
     "multiply_int4",
     "observe_ops",
     "plan_retirement",

@@ -4,15 +4,21 @@
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import carray
 
+from triptych.kernels.codegen.native import multiplies_bfloat
 from triptych.kernels.codegen.numba_runtime import (
+    LANES,
     from_half,
     inlined,
     kernel,
     pointer,
     to_half,
 )
+from triptych.kernels.codegen.simd import FLOAT as FLOAT32
+from triptych.kernels.codegen.simd import HALF as FLOAT16
+from triptych.kernels.codegen.simd import I16, I32, I64, vector
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT, BFLOAT, HALF = KINDS.values()
@@ -71,3 +77,58 @@ def round_floats(numbers):
 def bfloat_pair(lower, upper):
     """Two bfloat16 numbers in a word; both are given as the bits of a float32."""
     return lower >> np.uint32(16) | upper & np.uint32(0xFFFF0000)
+
+
+def load_vectors(emitter, pointer, kind, count):
+    """Emit loads of ``count`` neighbouring vectors of 16 numbers of a kind, as float32."""
+    build, wide = emitter.build, vector(FLOAT32, LANES)
+    slots = [emitter.variable(ir.Constant(wide, [0.0] * LANES)) for _ in range(count)]
+    for which, load in ((FLOAT, _load_floats), (BFLOAT, _load_bfloats), (HALF, _load_halves)):
+        with build.if_then(build.icmp_signed("==", kind, I64(which))):
+            for index, slot in enumerate(slots):
+                build.store(load(emitter, pointer, index), slot)
+    return [build.load(slot, typ=wide) for slot in slots]
+
+
+def _load_floats(emitter, pointer, index):
+    return emitter.load(emitter.byte(pointer, 4 * LANES * index), vector(FLOAT32, LANES))
+
+
+def _load_bfloats(emitter, pointer, index):
+    build = emitter.build
+    halves = emitter.load(emitter.byte(pointer, 2 * LANES * index), vector(I16, LANES))
+    words = build.zext(halves, vector(I32, LANES))
+    return build.bitcast(build.shl(words, emitter.constant(16, words)), vector(FLOAT32, LANES))
+
+
+def _load_halves(emitter, pointer, index):
+    halves = emitter.load(emitter.byte(pointer, 2 * LANES * index), vector(FLOAT16, LANES))
+    return emitter.build.fpext(halves, vector(FLOAT32, LANES))
+
+
+def store_vectors(emitter, vectors, pointer, kind):
+    """Emit stores of neighbouring vectors, rounded to numbers of a kind: see ``write_floats``."""
+    build = emitter.build
+    for which, round_to in ((FLOAT, None), (BFLOAT, _bfloats), (HALF, _halves)):
+        with build.if_then(build.icmp_signed("==", kind, I64(which))):
+            for index, numbers in enumerate(vectors):
+                size = 2 if round_to else 4
+                rounded = round_to(emitter, numbers) if round_to else numbers
+                emitter.store(rounded, emitter.byte(pointer, size * LANES * index))
+
+
+def _bfloats(emitter, numbers):
+    if multiplies_bfloat():
+        return emitter.to_bfloats(numbers)
+    build = emitter.build
+    words = build.bitcast(numbers, vector(I32, numbers.type.count))
+    shift = emitter.constant(16, words)
+    odd = build.and_(build.lshr(words, shift), emitter.constant(1, words))
+    rounded = build.add(build.add(words, emitter.constant(0x7FFF, words)), odd)
+    is_nan = build.fcmp_unordered("uno", numbers, numbers)
+    rounded = build.select(is_nan, emitter.constant(0x7FC00000, words), rounded)
+    return build.trunc(build.lshr(rounded, shift), vector(I16, numbers.type.count))
+
+
+def _halves(emitter, numbers):
+    return emitter.build.fptrunc(numbers, vector(FLOAT16, numbers.type.count))

@@ -1,14 +1,23 @@
 """Products with 4-bit weights agree with expanded weights."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels import Int4Tiles, add_norm_multiply_int4, multiplies_bfloat, multiply_int4
+from triptych.kernels.codegen.native import multiplies_tiles
+from triptych.kernels.int4 import cpu
 
 each = pytest.mark.parametrize
-BACKENDS = ["reference", *(["cpu"] if multiplies_bfloat() else [])]
+FAST = [
+    *(["vector_product"] if multiplies_bfloat() else []),
+    *(["amx_product"] if multiplies_tiles() else []),
+]
+"""Modules of the products that this processor can run."""
+PRODUCTS = ["reference", *FAST]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -21,6 +30,20 @@ def random_weights(outputs: int, columns: int, group: int) -> tuple[Tensor, Int4
     return weights, Int4Tiles.pack(levels, step, middle)
 
 
+def choose(monkeypatch: pytest.MonkeyPatch, product: str) -> str:
+    """Run a product where the CPU's would be; returns the backend that has it."""
+    if product == "reference":
+        return product
+    module = import_module(f"triptych.kernels.int4.{product}")
+    monkeypatch.setattr(cpu, "_product", lambda: module)
+    return "cpu"
+
+
+def weights_of(product: str, weights: Tensor) -> Tensor:
+    """The weights that a product multiplies: tiles of them are expanded to bfloat16."""
+    return weights.bfloat16().double() if product == "amx_product" else weights.double()
+
+
 @each("group", [32, 64, 128])
 def test_weights_are_packed_and_expanded(group: int) -> None:
     weights, packed = random_weights(96, 384, group)
@@ -29,17 +52,24 @@ def test_weights_are_packed_and_expanded(group: int) -> None:
     assert packed.tiles.nbytes == 96 * 384 // 2 + 4 * 96 * 384 // group
 
 
-@each("backend", BACKENDS)
+@each("product", PRODUCTS)
 @each("dtype", DTYPES)
 @each(("outputs", "columns", "group"), [(32, 32, 32), (96, 384, 64), (160, 256, 128)])
 @each("count", [0, 1, 2, 3, 7, 8, 21, 70])
 def test_products_agree_with_those_of_expanded_weights(
-    backend: str, dtype: torch.dtype, outputs: int, columns: int, group: int, count: int
+    monkeypatch: pytest.MonkeyPatch,
+    product: str,
+    dtype: torch.dtype,
+    outputs: int,
+    columns: int,
+    group: int,
+    count: int,
 ) -> None:
+    backend = choose(monkeypatch, product)
     weights, packed = random_weights(outputs, columns, group)
     bias = torch.randn(outputs) if count % 2 else None
     rows = (torch.randn(count, columns + 5) * 3).to(dtype)[:, :columns]
-    exact = rows.bfloat16().double() @ weights.double().T
+    exact = rows.bfloat16().double() @ weights_of(product, weights).T
     exact = exact if bias is None else exact + bias
     found = multiply_int4.on(backend)(rows, packed, bias, torch.float32)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
@@ -48,12 +78,13 @@ def test_products_agree_with_those_of_expanded_weights(
     torch.testing.assert_close(rounded.double(), exact, rtol=2**-8, atol=1e-4)
 
 
-@each("backend", BACKENDS)
+@each("product", PRODUCTS)
 @each("count", [1, 5, 30])
 @each("is_first", [False, True])
 def test_a_norm_of_a_sum_is_multiplied_and_gated(
-    backend: str, count: int, *, is_first: bool
+    monkeypatch: pytest.MonkeyPatch, product: str, count: int, *, is_first: bool
 ) -> None:
+    backend = choose(monkeypatch, product)
     levels = torch.randint(0, 16, (192, 96), dtype=torch.uint8)
     step, middle = (torch.randn(2, 192, 3) * 0.02).bfloat16().float()
     plain = Int4Tiles.pack(levels, step, middle)
@@ -66,7 +97,8 @@ def test_a_norm_of_a_sum_is_multiplied_and_gated(
     assert hidden.equal(before)
     torch.testing.assert_close(total, hidden if delta is None else hidden + delta)
     normed = torch.nn.functional.rms_norm(total, (96,), norm, 1e-5)
-    halves = (normed.bfloat16().double() @ plain.weights().double().T).chunk(2, 1)
+    weights = weights_of(product, plain.weights())
+    halves = (normed.bfloat16().double() @ weights.T).chunk(2, 1)
     exact = torch.nn.functional.silu(halves[0]) * halves[1]
     # A norm may lie where it rounds to either of two neighbours.
     torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=2e-3)
@@ -74,19 +106,25 @@ def test_a_norm_of_a_sum_is_multiplied_and_gated(
     torch.testing.assert_close(whole.double(), torch.cat(halves, 1) + 1, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.skipif(not multiplies_bfloat(), reason="a processor without products of bfloat16")
-def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
+@each("product", FAST)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(
+    monkeypatch: pytest.MonkeyPatch, product: str
+) -> None:
+    choose(monkeypatch, product)
     _, packed = random_weights(1024, 576, 32)
-    rows = torch.randn(29, 576)
+    rows = torch.randn(69, 576)
     whole = multiply_int4(rows, packed, None, torch.float32)
-    for count in (1, 2, 5, 8, 16):
+    for count in (1, 2, 5, 8, 16, 17, 32, 35):
         assert multiply_int4(rows[:count], packed, None, torch.float32).equal(whole[:count])
         assert multiply_int4(rows[-count:], packed, None, torch.float32).equal(whole[-count:])
 
 
-@each("backend", BACKENDS)
+@each("product", PRODUCTS)
 @each("wrong", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_spoils_itself_alone(backend: str, wrong: float) -> None:
+def test_a_row_that_is_not_finite_spoils_itself_alone(
+    monkeypatch: pytest.MonkeyPatch, product: str, wrong: float
+) -> None:
+    backend = choose(monkeypatch, product)
     _, packed = random_weights(64, 64, 32)
     rows = torch.randn(3, 64)
     rows[1, 7] = wrong

@@ -96,6 +96,22 @@ def test_a_small_step_leaves_a_core_and_the_next_one_has_all(tmp_path: Path) -> 
         assert torch.get_num_threads() == 1
 
 
+def test_cores_are_divided_while_prompts_and_answers_are_computed(tmp_path: Path) -> None:
+    prompts = SharedCores(tmp_path, cores=3)
+    decode = SharedCores(tmp_path, cores=3, is_decode_only=True)
+    threads = list[int]()
+    with prompts.step(lambda: True):
+        threads.append(torch.get_num_threads())
+        with decode.step(lambda: False):  # it does not wait: it has a core of its own
+            threads.append(torch.get_num_threads())
+    with prompts.step(lambda: True):
+        threads.append(torch.get_num_threads())
+    decode.set_working(has_more=False)
+    with prompts.step(lambda: True):
+        threads.append(torch.get_num_threads())
+    assert threads == [3, 1, 2, 3]
+
+
 def test_own_cores_sets_the_threads_once() -> None:
     with DedicatedCores(1).step(lambda: True):
         assert torch.get_num_threads() == 1
@@ -130,14 +146,14 @@ from pathlib import Path
 from triptych.workers.core_scheduler import SharedCores
 
 turns = SharedCores(Path(sys.argv[1]), cores=1)
-turns.set_prefilling(True)
+turns.set_working(True)
 print("reads", flush=True)
 time.sleep(600)
 """
 
 
 def test_who_can_wait_lets_others_read_and_goes_on_if_the_reader_dies(tmp_path: Path) -> None:
-    turns, looks = SharedCores(tmp_path, cores=1), 0
+    turns, looks = SharedCores(tmp_path, cores=1, is_decode_only=True), 0
 
     def is_urgent() -> bool:
         nonlocal looks

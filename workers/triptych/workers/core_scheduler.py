@@ -1,10 +1,14 @@
 """Core scheduling: how the stages of one machine share its CPU cores.
 
-Prefill and decode of a small machine run on the same cores. With all cores for both at once, their
-threads would wait for each other's time slices. With half the cores each, decode would take many
-steps of small batches beside prefill, each as expensive as a full one. So the stages alternate: a
-step has all cores, and the stage that has waited longest takes the next step. Where other programs
-run on these cores, a step has fewer threads (``thread_team``).
+Threads of two stages on the same core wait for each other's time slices, and with them all threads
+of both. So each core has threads of one stage at a time:
+
+- With several cores, workers that only decode have one part of them, and all others, whose steps
+  come before the first token, the other part. While one side has no work, the other has all cores.
+- The workers of a part take turns: the one that has waited longest takes the next step.
+- A single core is one part. There a decode step that can wait lets prompts go first.
+
+Where other programs run on these cores, a step has fewer threads (``thread_team``).
 """
 
 import fcntl
@@ -12,7 +16,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
 
@@ -35,62 +39,83 @@ class DedicatedCores:
     def step(self, _is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
         yield
 
-    def set_prefilling(self, has_more: bool) -> None:
-        """Do nothing: no stage yields to this one."""
+    def set_working(self, has_more: bool) -> None:
+        """Do nothing: the cores are this worker's own."""
 
 
 class SharedCores:
-    """Steps of all workers that share a directory run one after another, on all cores.
+    """Steps of all workers that share a directory, on the cores of a machine.
 
-    Two file locks order the steps: the holder of ``next`` gets ``turn`` next, so a worker that has
-    just ended a step cannot take the next one before a worker that waits. The kernel releases
-    the locks of a process that dies. The file of ``turn`` holds the thread team that the workers
-    share; only the holder reads and writes it.
+    Two file locks order the steps of a part of the cores: the holder of ``next`` gets ``turn``
+    next, so a worker that has just ended a step cannot take the next one before a worker that
+    waits. The kernel releases the locks of a process that dies. The file of ``turn`` holds the
+    thread team that the workers of the part share; only the holder reads and writes it. Workers
+    with work share the lock of ``working``.
     """
 
-    def __init__(self, directory: Path, cores: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, cores: int | None = None, *, is_decode_only: bool = False
+    ) -> None:
         """``cores``: most threads of a step; None: the cores that this process can use."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._next, self._turn, self._prefilling = (
-            os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            for name in ("next", "turn", "prefilling")
-        )
         self._cores = cores or usable_cores()
+        self._is_divided, self._is_decode_only = self._cores > 1, is_decode_only
+        own, other = ("decode", "prompts") if is_decode_only else ("prompts", "decode")
+        part = own if self._is_divided else "all"
+        names = f"next.{part}", f"turn.{part}", f"working.{own}", f"working.{other}"
+        self._next, self._turn, self._working, self._others_work = (
+            os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            for name in names
+        )
+        self._share = self._cores // 2 if is_decode_only else self._cores - self._cores // 2
+        """Cores of this part while the other one works."""
         torch.set_num_threads(self._cores)
 
-    def set_prefilling(self, has_more: bool) -> None:
-        """Set whether this worker has prompts to prefill: decode yields to it while it has."""
-        fcntl.flock(self._prefilling, fcntl.LOCK_SH if has_more else fcntl.LOCK_UN)
+    def set_working(self, has_more: bool) -> None:
+        """Set whether this worker has more to do: its part of the cores is its own while it has."""
+        fcntl.flock(self._working, fcntl.LOCK_SH if has_more else fcntl.LOCK_UN)
 
-    def _others_prefill(self) -> bool:
+    def _other_part_works(self) -> bool:
         try:
-            fcntl.flock(self._prefilling, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._others_work, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        fcntl.flock(self._prefilling, fcntl.LOCK_UN)
+        fcntl.flock(self._others_work, fcntl.LOCK_UN)
         return False
 
     @contextmanager
     def step(self, is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
         """Wait for the turn and hold it during a step.
 
-        A step that is not urgent waits until it is, or until no worker has prompts to prefill.
-        ``leaves_core``: the step leaves a core to other processes.
+        A step that is not urgent waits until it is, or until no prompts are computed, if it would
+        have the same core. ``leaves_core``: the step leaves a core to other processes.
         """
-        while not is_urgent() and self._others_prefill():
+        while not self._is_divided and not is_urgent() and self._other_part_works():
             time.sleep(POLL_S)
+        self.set_working(has_more=True)
         fcntl.flock(self._next, fcntl.LOCK_EX)
         fcntl.flock(self._turn, fcntl.LOCK_EX)
         fcntl.flock(self._next, fcntl.LOCK_UN)
         try:
-            if leaves_core and self._cores > 1:
-                torch.set_num_threads(self._cores - 1)
+            with self._threads(leaves_core=leaves_core):
                 yield
-            else:
-                with self._team() if self._cores > 1 else nullcontext():
-                    yield
         finally:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
+
+    @contextmanager
+    def _threads(self, *, leaves_core: bool) -> Generator[None]:
+        """Run a step with as many threads as it has cores."""
+        if not self._is_divided:
+            yield
+        elif self._other_part_works():
+            torch.set_num_threads(min(self._share, self._read_team().threads))
+            yield
+        elif leaves_core or self._is_decode_only:
+            torch.set_num_threads(self._cores - 1)
+            yield
+        else:
+            with self._team():
+                yield
 
     @contextmanager
     def _team(self) -> Generator[None]:

@@ -214,4 +214,6 @@ def cores_for(config: AppConfig, stages: Sequence[Stage], turns: Path) -> Cores:
     actor = actor_config(config, stages[-1])
     if actor.threads != "auto":
         return DedicatedCores(actor.threads)
-    return DedicatedCores(1) if actor.num_gpus else SharedCores(turns)
+    if actor.num_gpus:
+        return DedicatedCores(1)
+    return SharedCores(turns, is_decode_only=list(stages) == ["decode"])

@@ -77,10 +77,7 @@ class StageLoop:
         self._pending = deque[Message | None]()
         """Messages taken from the inbox and not handled yet."""
         self._is_over = False
-        stages = [engine.stage for engine in engines]
-        self._is_prefill_worker = stages[-1:] == ["prefill"]
-        """Whether it prefills, and does nothing that comes after that."""
-        self._is_decode_only = stages == ["decode"]
+        self._is_decode_only = [engine.stage for engine in engines] == ["decode"]
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._busy_s = 0.0
         self._steps_s = deque[float](maxlen=MEASURED_STEPS)
@@ -165,9 +162,7 @@ class StageLoop:
         except PoolError as error:  # the pool is lost, and all pages with it
             logger.warning("%s: the compute loop ends: %s", self.name, error)
         finally:
-            self._cores.set_prefilling(
-                has_more=False
-            )  # decode need not yield to this worker any more
+            self._cores.set_working(has_more=False)  # others need not leave cores any more
             self._engines = ()  # frees their GPU memory for the next engines
 
     def _serve(self) -> None:
@@ -209,8 +204,7 @@ class StageLoop:
                 self._send(self._guarded(engine, engine.step))
                 if not engine.is_late() or time.monotonic() > until:
                     break
-        if self._is_prefill_worker and engine.stage == "prefill":
-            self._cores.set_prefilling(engine.has_work())
+        self._cores.set_working(any(one.has_work() for one in self._engines))
         self._waits_since[engine.stage] = time.monotonic()
         if not engine.has_work():
             del self._waits_since[engine.stage]

@@ -25,9 +25,9 @@ from triptych.core.errors import ConfigError
 from triptych.core.schema import SchemaError, build
 
 Topology = Literal["auto", "disaggregated", "colocated"]
-FEW_CORES = 4
+FEW_CORES = 1
 """On so many cores stages take turns in any case, and processes of their own have more memory and
-more messages for it."""
+more messages for it. On two, prompts and answers are computed at the same time."""
 
 
 class WorkerGroup(NamedTuple):
@@ -55,7 +55,7 @@ class AppConfig:
 
     topology: Topology = "disaggregated"
     """``disaggregated``: an actor per stage; ``colocated``: the same engines in one process;
-    ``auto``: colocated where it is faster, on up to 4 cores, unless a stage before decode has
+    ``auto``: colocated where it is faster, on a single core, unless a stage before decode has
     settings of its actors, autoscaling or a GPU."""
 
     node_resource: str = ""

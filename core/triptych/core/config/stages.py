@@ -28,8 +28,8 @@ class ActorConfig:
     nodes it may run."""
 
     threads: int | Literal["auto"] = "auto"
-    """Compute threads per copy; ``auto``: all cores of the machine, in turns with other stages, or
-    one if the copy has a GPU."""
+    """Compute threads per copy; ``auto``: all cores of the machine, of which decode has half while
+    other stages work, or one if the copy has a GPU."""
 
     def __post_init__(self) -> None:
         require(self.num_replicas >= 1, "num_replicas", self.num_replicas, ">= 1")
@@ -140,7 +140,8 @@ class PrefillConfig:
     quantization: PromptQuantization = "auto"
     """How products of prompts are computed: ``int8``, with weights and inputs in 8 bits (a CPU with
     VNNI and plain layers); ``none``, as those of answers are; ``auto``, in 8 bits where that is
-    possible, ``model.dtype`` is ``bfloat16`` and ``model.quantization`` is ``auto``."""
+    possible and faster (not with AMX), ``model.dtype`` is ``bfloat16`` and ``model.quantization``
+    is ``auto``."""
 
     def __post_init__(self) -> None:
         self.autoscaling.check(self.actor, "prefill")

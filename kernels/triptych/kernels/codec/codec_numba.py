@@ -16,8 +16,9 @@ from triptych.kernels.codec.vectors import (
     recode,
     round_vector,
 )
+from triptych.kernels.codec.whole_vectors import halve_whole, round_whole
 from triptych.kernels.codegen.numba_runtime import fetch_add, kernel, pointer, run_team, team_body
-from triptych.kernels.floats import read_floats
+from triptych.kernels.floats import FLOAT, read_floats
 
 Form = namedtuple("Form", "tokens scores positions page_bytes parts keys values")
 """A page layout: tokens per page, offsets of scores and positions, bytes of a page, pages in one of
@@ -121,6 +122,18 @@ def _table(words):
 
 
 @kernel
+def _encode(address, kind, offset, part, page, row, codes, numbers):
+    """Read a vector and encode it."""
+    if part.bits == 16:
+        source = address + (4 if kind == FLOAT else 2) * offset
+        target = page + part.codes + row * part.token_stride
+        if halve_whole(source, kind, target, len(numbers)):
+            return
+    read_floats(address, kind, offset, numbers)
+    encode(numbers, part, page, row, codes)
+
+
+@kernel
 def _store(job, form, page_id, row, token, head, codes, numbers):
     """Encode one head of a token into a slot; without scores in the job the score is 0."""
     if not _is_slot(job, form, page_id, row):
@@ -128,11 +141,9 @@ def _store(job, form, page_id, row, token, head, codes, numbers):
         return
     page = job[ARENA] + np.int64(page_id) * form.page_bytes
     offset = token * job[TOKEN_STRIDE] + head * job[HEAD_STRIDE]
-    read_floats(job[KEY], job[KIND], offset, numbers)
-    encode(numbers, form.keys, page, row, codes)
+    _encode(job[KEY], job[KIND], offset, form.keys, page, row, codes, numbers)
     offset = token * job[VALUE_TOKEN_STRIDE] + head * job[VALUE_HEAD_STRIDE]
-    read_floats(job[VALUE], job[KIND], offset, numbers)
-    encode(numbers, form.values, page, row, codes)
+    _encode(job[VALUE], job[KIND], offset, form.values, page, row, codes, numbers)
     _word(page + form.positions, row)[0] = _word(job[POSITIONS], token)[0]
     score = _word(page + form.scores, row)
     score[0] = _word(job[SCORES], token * job[KV_HEADS] + head)[0] if job[SCORES] else 0
@@ -332,6 +343,18 @@ def load(address):
             positions[item] = _word(page + form.positions, row)[0]
 
 
+@kernel
+def _round(address, kind, offset, numbers, codes, metadata, bits, groups, is_float, times):
+    """Read a vector and round it, see ``round_vector``."""
+    if groups == 1 and not is_float and bits < 16:
+        source = address + (4 if kind == FLOAT else 2) * offset
+        top = np.float32((1 << bits) - 1)
+        if round_whole(source, kind, numbers.ctypes.data, len(numbers), top, times):
+            return
+    read_floats(address, kind, offset, numbers)
+    round_vector(numbers, codes, metadata, bits, groups, is_float, times)
+
+
 @team_body
 def round_trip(address):
     job = carray(pointer(address), ROUND_WORDS, np.int64)
@@ -350,14 +373,13 @@ def round_trip(address):
         for item in range(start, min(items, start + CHUNK)):
             token, head = item // heads, item % heads
             times = 2 if quantized[token] else 0
-            read_floats(
-                job[ROUND_KEY], job[ROUND_KIND], token * strides[0] + head * strides[1], keys[item]
-            )
-            round_vector(keys[item], codes, metadata, key_bits, key_groups, is_float, times)
-            read_floats(
-                job[ROUND_VALUE],
-                job[ROUND_KIND],
-                token * strides[2] + head * strides[3],
-                values[item],
-            )
-            round_vector(values[item], codes, metadata, value_bits, value_groups, is_float, times)
+            at = token * strides[0] + head * strides[1]
+            _round(
+                job[ROUND_KEY], job[ROUND_KIND], at, keys[item], codes, metadata, key_bits,
+                key_groups, is_float, times,
+            )  # fmt: skip
+            at = token * strides[2] + head * strides[3]
+            _round(
+                job[ROUND_VALUE], job[ROUND_KIND], at, values[item], codes, metadata, value_bits,
+                value_groups, is_float, times,
+            )  # fmt: skip

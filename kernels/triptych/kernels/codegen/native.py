@@ -5,6 +5,7 @@
 from functools import cache
 
 import llvmlite.binding as llvm
+import torch
 from llvmlite import ir
 
 _libraries: list[llvm.ResourceTracker] = []
@@ -30,6 +31,14 @@ def multiplies_bfloat() -> bool:
     """Whether this machine multiplies vectors of bfloat16, and permutes 16-bit words."""
     features = llvm.get_host_cpu_features()
     return bool(features.get("avx512bf16") and features.get("avx512bw"))
+
+
+@cache
+def multiplies_tiles() -> bool:
+    """Whether this process may multiply tiles of bfloat16 (AMX); asks the kernel for them."""
+    features = llvm.get_host_cpu_features()
+    has_tiles = features.get("amx-tile") and features.get("amx-bf16") and multiplies_bfloat()
+    return bool(has_tiles and torch.cpu._init_amx())
 
 
 def compile_function(module: ir.Module, name: str) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,10 @@ has the first inputs of its pairs, and the next word the second ones."""
 GRID_BYTES = 4 * OUTPUTS
 """Before the levels of a group: a step for each output in the lower half of a word, and the weight
 of ``ZERO_LEVEL`` in the upper, both in bfloat16."""
+TABLE = [
+    int(np.float32(index % LEVELS - ZERO_LEVEL).view(np.uint32)) >> 16 for index in range(2 * LANES)
+]
+"""Weights of levels, as bfloat16. A permutation reads five bits of a word: a level and one more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,13 @@ from math import e, log2
 
 import numpy as np
 import torch
-from numba import carray
+from numba import carray, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels.codegen.numba_runtime import (
+    LANES,
     fetch_add,
     float_of_bits,
     kernel,
@@ -21,8 +23,15 @@ from triptych.kernels.codegen.numba_runtime import (
     team_body,
     team_threads,
 )
-from triptych.kernels.codegen.simd import EXP2
-from triptych.kernels.floats import KINDS, read_floats, write_floats
+from triptych.kernels.codegen.simd import EXP2, POINTER, Emitter
+from triptych.kernels.floats import FLOAT as FLOAT_KIND
+from triptych.kernels.floats import (
+    KINDS,
+    load_vectors,
+    read_floats,
+    store_vectors,
+    write_floats,
+)
 
 NORM, ROTATE, GATE = range(3)
 
@@ -167,6 +176,46 @@ def _rotate(job, token, numbers, turned):
 
 
 @kernel
+def _rotate_whole(job, token, offset, row, width):
+    """``_rotate`` from memory to memory; False, and nothing is done, for most widths."""
+    angles = 4 * token * job[ANGLE_STRIDE]
+    cos, sin, kind = job[FIRST] + angles, job[SECOND] + angles, job[SOURCE_KIND]
+    size = 4 if kind == FLOAT_KIND else 2
+    source, target = job[SOURCE] + size * offset, job[TARGET] + size * row * width
+    if width == 64:
+        _rotate_halves(source, target, kind, cos, sin, 64)
+    elif width == 128:
+        _rotate_halves(source, target, kind, cos, sin, 128)
+    elif width == 256:
+        _rotate_halves(source, target, kind, cos, sin, 256)
+    else:
+        return False
+    return True
+
+
+@intrinsic(prefer_literal=True)
+def _rotate_halves(typing_context, source, target, kind, cos, sin, width):
+    count = width.literal_value // LANES
+
+    def emit(context, builder, signature, arguments):
+        emitter = Emitter(builder)
+        source, target, cos, sin = (builder.inttoptr(arguments[at], POINTER) for at in (0, 1, 3, 4))
+        numbers = load_vectors(emitter, source, arguments[2], count)
+        lefts, rights = [], []
+        for index in range(count // 2):
+            left, right = numbers[index], numbers[count // 2 + index]
+            near = emitter.byte(cos, 4 * LANES * index), emitter.byte(sin, 4 * LANES * index)
+            cosine, sine = (emitter.load(place, left.type) for place in near)
+            lefts.append(builder.fsub(builder.fmul(left, cosine), builder.fmul(right, sine)))
+            rights.append(builder.fadd(builder.fmul(right, cosine), builder.fmul(left, sine)))
+        store_vectors(emitter, [*lefts, *rights], target, arguments[2])
+        return context.get_dummy_value()
+
+    word = types.int64
+    return types.void(word, word, word, word, word, width), emit
+
+
+@kernel
 def gate_row(numbers, gated):
     """``silu`` of the first half of a float32 vector, times the second."""
     half = len(gated)
@@ -199,6 +248,8 @@ def _work(address):
         for row in range(start, min(job[ROWS], start + job[CHUNK])):
             token, head = row // job[HEADS], row % job[HEADS]
             offset = token * job[TOKEN_STRIDE] + head * job[HEAD_STRIDE]
+            if job[WHAT] == ROTATE and _rotate_whole(job, token, offset, row, job[WIDTH]):
+                continue
             read_floats(job[SOURCE], job[SOURCE_KIND], offset, numbers)
             if job[WHAT] == NORM:
                 norm_row(job[FIRST], job.view(np.float64)[EPSILON], numbers, result)

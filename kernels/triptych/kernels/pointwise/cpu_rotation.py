@@ -17,9 +17,9 @@ from triptych.kernels.codegen.numba_runtime import (
     team_body,
     team_threads,
 )
-from triptych.kernels.floats import KINDS, read_floats, write_floats
+from triptych.kernels.floats import FLOAT, KINDS, read_floats, write_floats
 from triptych.kernels.hadamard import block_size
-from triptych.kernels.hadamard_cpu import LARGEST_BLOCK, turn
+from triptych.kernels.hadamard_cpu import LARGEST_BLOCK, turn, turn_head
 
 COUNTER, CHUNK, TOKENS, HEADS, DIM, BLOCK, TARGET, TARGET_KIND, CENTRE, CENTRED_FROM = range(10)
 CENTRED_TO, SOURCES = 10, 11
@@ -89,22 +89,27 @@ def _start(words, body, team, threads):
 @kernel
 def _turn_token(job, sources, token, numbers):
     source = carray(pointer(sources), SOURCE_WORDS, np.int64)
-    first = 0
+    first, size = 0, 4 if job[TARGET_KIND] == FLOAT else 2
     for head in range(job[HEADS]):
         if head - first == source[0]:
             first, sources = head, sources + 8 * SOURCE_WORDS
             source = carray(pointer(sources), SOURCE_WORDS, np.int64)
         offset = token * source[3] + (head - first) * source[4]
+        place = (token * job[HEADS] + head) * len(numbers)
+        is_centred = job[CENTRED_FROM] <= head < job[CENTRED_TO]
+        centre = job[CENTRE] + 4 * (head - job[CENTRED_FROM]) * len(numbers) if is_centred else 0
+        near = source[1] + (4 if source[2] == FLOAT else 2) * offset
+        if job[BLOCK] == len(numbers) and turn_head(
+            near, source[2], job[TARGET] + size * place, job[TARGET_KIND], centre, job[BLOCK]
+        ):
+            continue
         read_floats(source[1], source[2], offset, numbers)
         turn(numbers, job[BLOCK])
-        if job[CENTRED_FROM] <= head < job[CENTRED_TO]:
-            place = job[CENTRE] + 4 * (head - job[CENTRED_FROM]) * len(numbers)
-            centre = carray(pointer(place), len(numbers), np.float32)
+        if is_centred:
+            middle = carray(pointer(centre), len(numbers), np.float32)
             for channel in range(len(numbers)):
-                numbers[channel] -= centre[channel]
-        write_floats(
-            numbers, job[TARGET], job[TARGET_KIND], (token * job[HEADS] + head) * len(numbers)
-        )
+                numbers[channel] -= middle[channel]
+        write_floats(numbers, job[TARGET], job[TARGET_KIND], place)
 
 
 @team_body

@@ -119,11 +119,11 @@ def _exponentiate(typing_context, row, vectors, factor, shift):
 
 
 @kernel
-def finish_row(numbers, limit, scale, sink, sums):
-    """Softmax of the first ``limit`` logits of a row times ``scale``, in place; the rest are 0.
+def exponentiate_row(numbers, limit, scale, sink):
+    """Exponentiate the first ``limit`` logits of a row times ``scale``, less the largest, in place.
 
-    ``sink``: the address of one more logit, not scaled; 0: none. Weights are added to ``sums`` as
-    far as it goes. A row is whole vectors.
+    Returns what the row is to be multiplied by. ``sink``: the address of one more logit, not
+    scaled; 0: none. A row is whole vectors; the rest of the last one becomes 0.
     """
     vectors, at = (limit + LANES - 1) // LANES, numbers.ctypes.data
     for column in range(limit, vectors * LANES):
@@ -134,7 +134,16 @@ def finish_row(numbers, limit, scale, sink, sums):
         number = carray(pointer(sink), 1, np.float32)[0] * LOG2_E
         most = max(most, number)
         rest = np.exp2(number - most)
-    inverse = ONE / (_exponentiate(at, vectors, factor, most) + rest)
+    return ONE / (_exponentiate(at, vectors, factor, most) + rest)
+
+
+@kernel
+def _finish_row(numbers, limit, sink, sums):
+    """Softmax of the first ``limit`` logits of a row, in place; the rest are 0.
+
+    Weights are added to ``sums`` as far as it goes.
+    """
+    inverse = exponentiate_row(numbers, limit, ONE, sink)
     for column in range(limit):
         numbers[column] *= inverse
     for column in range(limit, len(numbers)):
@@ -151,7 +160,7 @@ def _finish(job, head, row):
     sink = job[SINKS] + 4 * head if job[SINKS] else 0
     place = job[SUMS] + 4 * head * job[SUMS_STRIDE]
     sums = carray(pointer(place), job[SUMMED] if job[SUMS] else 0, np.float32)
-    finish_row(carray(pointer(at), width, np.float32), limit, ONE, sink, sums)
+    _finish_row(carray(pointer(at), width, np.float32), limit, sink, sums)
 
 
 @team_body

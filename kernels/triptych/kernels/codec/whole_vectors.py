@@ -1,0 +1,130 @@
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
+"""Round trips of vectors that fit in registers, with the bits of ``vectors.round_vector``."""
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from triptych.kernels.codec.vectors import FP16_MAX
+from triptych.kernels.codegen.numba_runtime import LANES, kernel
+from triptych.kernels.codegen.simd import FLOAT, HALF, POINTER, Emitter, vector
+from triptych.kernels.floats import load_vectors
+
+
+@kernel
+def round_whole(source, kind, target, dim, top, times):
+    """Round the vector at an address to float16, then ``times`` times to what its codes decode to.
+
+    Codes, 0 to ``top``, divide the range of the vector. Returns False, and writes nothing, for
+    vectors that are not of 64 or 128 numbers, or have a NaN.
+    """
+    if dim == 64:
+        return _round_whole(source, kind, target, 64, top, times)
+    if dim == 128:
+        return _round_whole(source, kind, target, 128, top, times)
+    return False
+
+
+@kernel
+def halve_whole(source, kind, target, dim):
+    """Round the vector at an address to float16, and write it; see ``round_whole``."""
+    if dim == 64:
+        return _halve_whole(source, kind, target, 64)
+    if dim == 128:
+        return _halve_whole(source, kind, target, 128)
+    return False
+
+
+@intrinsic(prefer_literal=True)
+def _halve_whole(typing_context, source, kind, target, dim):
+    count = dim.literal_value // LANES
+
+    def emit(context, builder, signature, arguments):
+        emitter = Emitter(builder)
+        source, target = (builder.inttoptr(arguments[at], POINTER) for at in (0, 2))
+        numbers = load_vectors(emitter, source, arguments[1], count)
+        has_nan = _has_nan(emitter, numbers)
+        with builder.if_then(builder.not_(has_nan)):
+            for index, part in enumerate(numbers):
+                place = emitter.byte(target, 2 * LANES * index)
+                emitter.store(_to_half(emitter, part), place)
+        return builder.not_(has_nan)
+
+    word = types.int64
+    return types.boolean(word, word, word, dim), emit
+
+
+@intrinsic(prefer_literal=True)
+def _round_whole(typing_context, source, kind, target, dim, top, times):
+    count = dim.literal_value // LANES
+
+    def emit(context, builder, signature, arguments):
+        emitter = Emitter(builder)
+        source, target = (builder.inttoptr(arguments[at], POINTER) for at in (0, 2))
+        numbers = load_vectors(emitter, source, arguments[1], count)
+        has_nan = _has_nan(emitter, numbers)
+        with builder.if_then(builder.not_(has_nan)):
+            slots = [emitter.variable(_through_half(emitter, part)) for part in numbers]
+            with emitter.loop(arguments[5]):
+                before = [builder.load(slot, typ=numbers[0].type) for slot in slots]
+                for slot, after in zip(slots, _trip(emitter, before, arguments[4]), strict=True):
+                    builder.store(after, slot)
+            for index, slot in enumerate(slots):
+                place = emitter.byte(target, 4 * LANES * index)
+                emitter.store(builder.load(slot, typ=numbers[0].type), place)
+        return builder.not_(has_nan)
+
+    word = types.int64
+    return types.boolean(word, word, word, dim, types.float32, word), emit
+
+
+def _has_nan(emitter, vectors):
+    build = emitter.build
+    found = [build.fcmp_unordered("uno", part, part) for part in vectors]
+    mask = found[0]
+    for other in found[1:]:
+        mask = build.or_(mask, other)
+    bits = build.bitcast(mask, ir.IntType(mask.type.count))
+    return build.icmp_unsigned("!=", bits, bits.type(0))
+
+
+def _to_half(emitter, numbers):
+    """Round to float16; beyond its range to its largest numbers."""
+    build, most = emitter.build, emitter.constant(float(FP16_MAX), numbers)
+    limited = emitter.minimum(emitter.maximum(numbers, build.fneg(most)), most)
+    return build.fptrunc(limited, vector(HALF, LANES))
+
+
+def _through_half(emitter, numbers):
+    return emitter.build.fpext(_to_half(emitter, numbers), numbers.type)
+
+
+def _half_scalar(build, number):
+    return build.fpext(build.fptrunc(number, HALF), FLOAT)
+
+
+def _trip(emitter, numbers, top):
+    """What the codes of vectors of one range decode to, in float16."""
+    build = emitter.build
+    lowest, highest = numbers[0], numbers[0]
+    for part in numbers[1:]:
+        lowest, highest = emitter.minimum(lowest, part), emitter.maximum(highest, part)
+    low, high = emitter.smallest(lowest), emitter.largest(highest)
+    scale = _half_scalar(build, build.fdiv(build.fsub(high, low), top))
+    zero = _half_scalar(build, low)
+    is_range = build.and_(
+        build.fcmp_ordered(">", scale, FLOAT(0.0)),
+        build.fcmp_ordered("<", scale, FLOAT(float("inf"))),
+    )
+    step = emitter.splat(build.select(is_range, scale, FLOAT(1.0)), LANES)
+    most = emitter.splat(build.select(is_range, top, FLOAT(0.0)), LANES)
+    zeros = emitter.splat(zero, LANES)
+    nearest = emitter.declare(f"llvm.rint.v{LANES}f32", numbers[0].type, (numbers[0].type,))
+    decoded = []
+    for part in numbers:
+        code = build.call(nearest, [build.fdiv(build.fsub(part, zeros), step)])
+        code = emitter.minimum(emitter.maximum(code, emitter.constant(0.0, code)), most)
+        number = build.fadd(build.fmul(code, step), zeros)
+        decoded.append(_through_half(emitter, number))
+    return decoded

@@ -1,0 +1,301 @@
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
+"""Products with 4-bit weights in the tile registers of a processor.
+
+The weights of 32 outputs are expanded to bfloat16 in the cache, once for all rows. A result is a
+sum in float32 over the inputs in order, with the same bits for any number of rows.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from triptych.kernels.codegen.amx import (
+    ROW_BYTES,
+    TILE_BYTES,
+    add_bfloat_products,
+    end_tiles,
+    load_tile,
+    store_tile,
+    tile_config,
+    use_tiles,
+    zero_tile,
+)
+from triptych.kernels.codegen.amx import ROWS as TILE_ROWS
+from triptych.kernels.codegen.numba_runtime import LANES, fetch_add, kernel, pointer, team_body
+from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I32, I64, POINTER, Emitter, vector
+from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, TABLE
+from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
+from triptych.kernels.int4.rows import (
+    CHUNK,
+    CONFIG,
+    GROUPS,
+    INPUTS,
+    NORM,
+    PACKED,
+    PIECES,
+    ROWS,
+    TILES,
+    WORDS,
+    read_input,
+    write_results,
+)
+
+BLOCK_ROWS = 2 * TILE_ROWS
+"""Rows that are multiplied at a time: two tiles, by two of weights, to four of results."""
+PREPARED_ROWS = TILE_ROWS
+CODE_BYTES = PIECE * OUTPUTS // 2
+PANEL_BYTES = 2 * TILE_BYTES
+"""Of the weights of 32 inputs and outputs: two tiles, for 16 outputs each."""
+SUMS, FIRST_INPUTS, FIRST_WEIGHTS = 0, 4, 6
+"""Tiles."""
+CACHE_LINE = 64
+FEW_PIECES = 4
+"""Pieces that are expanded together for a single tile of rows, which does not read them again."""
+PREFETCHED = 4096
+"""Bytes from weights that are expanded to those that are prefetched."""
+
+WORD_VECTOR, FLOATS = vector(I16, 2 * LANES), vector(FLOAT, LANES)
+INTERLEAVED = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
+_CONFIGS = np.stack([tile_config(rows or TILE_ROWS, SUMS, 6) for rows in range(TILE_ROWS)])
+
+
+def input_words(rows: int, columns: int) -> int:
+    """Size of the memory for inputs, in words of 32 bits."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS * columns // 2
+
+
+def config_address(rows: int) -> int:
+    """Of the shapes of tiles: those of inputs and results have as many rows as there are."""
+    return _CONFIGS[rows if rows < TILE_ROWS else 0].ctypes.data
+
+
+@intrinsic
+def _expand(typing_context, packed, groups, pieces, panel):
+    """Expand the weights of 32 outputs, for each 32 inputs two tiles; ``pieces``: of a group."""
+
+    def emit(context, builder, signature, arguments):
+        expansion = _Expansion(Emitter(builder))
+        packed, panel = (builder.inttoptr(arguments[at], POINTER) for at in (0, 3))
+        expansion.emit(packed, arguments[1], arguments[2], panel)
+        return context.get_dummy_value()
+
+    word = types.int64
+    return types.void(word, word, word, word), emit
+
+
+class _Expansion:
+    """Emits ``_expand``."""
+
+    def __init__(self, emitter):
+        self.emitter, self.build = emitter, emitter.build
+        name, kinds = "llvm.x86.avx512.permvar.hi.512", (WORD_VECTOR, WORD_VECTOR)
+        self.permute = emitter.declare(name, WORD_VECTOR, kinds)
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        self.round = emitter.declare(name, vector(BFLOAT, 2 * LANES), (FLOATS, FLOATS))
+
+    def emit(self, packed, groups, pieces, panel):
+        emitter, build = self.emitter, self.build
+        group_bytes = build.add(build.mul(pieces, I64(CODE_BYTES)), I64(GRID_BYTES))
+        panel_bytes = build.mul(pieces, I64(PANEL_BYTES))
+        with emitter.loop(groups) as group:
+            grids = emitter.byte(packed, build.mul(group, group_bytes))
+            near = emitter.byte(panel, build.mul(group, panel_bytes))
+            lines = [self._lines(emitter.byte(grids, ROW_BYTES * half)) for half in (0, 1)]
+            with emitter.loop(pieces) as piece:
+                codes = emitter.byte(grids, build.mul(piece, I64(CODE_BYTES)))
+                target = emitter.byte(near, build.mul(piece, I64(PANEL_BYTES)))
+                for line in range(0, CODE_BYTES, CACHE_LINE):
+                    emitter.prefetch(emitter.byte(codes, GRID_BYTES + PREFETCHED + line))
+                self._expand_piece(emitter.byte(codes, GRID_BYTES), lines, target)
+
+    def _lines(self, pointer):
+        """Step and middle of a group for 16 outputs."""
+        grid = self.emitter.load(pointer, vector(I32, LANES))
+        return self._halves(grid)
+
+    def _halves(self, words):
+        """The two bfloat16 numbers of each word, as float32."""
+        build, emitter = self.build, self.emitter
+        lower = build.shl(words, emitter.constant(16, words))
+        upper = build.and_(words, emitter.constant(0xFFFF0000, words))
+        return build.bitcast(lower, FLOATS), build.bitcast(upper, FLOATS)
+
+    def _expand_piece(self, codes, lines, target):
+        emitter, build = self.emitter, self.build
+        table = ir.Constant(WORD_VECTOR, TABLE)
+        for part in range(PIECE // (2 * PAIRS_OF_WORD)):
+            for half, (step, middle) in enumerate(lines):
+                words = emitter.load(
+                    emitter.byte(codes, ROW_BYTES * (2 * part + half)), WORD_VECTOR
+                )
+                for place in range(PAIRS_OF_WORD):
+                    shift = emitter.constant(4 * place, words)
+                    index = build.lshr(words, shift) if place else words
+                    levels = build.call(self.permute, [table, index])
+                    first, second = (
+                        emitter.fma(level, step, middle)
+                        for level in self._halves(build.bitcast(levels, vector(I32, LANES)))
+                    )
+                    apart = build.bitcast(build.call(self.round, [second, first]), WORD_VECTOR)
+                    order = ir.Constant(WORD_VECTOR, INTERLEAVED)
+                    pair = PAIRS_OF_WORD * part + place
+                    offset = TILE_BYTES * half + ROW_BYTES * pair
+                    pairs = build.call(self.permute, [apart, order])
+                    emitter.store(pairs, emitter.byte(target, offset))
+
+
+@intrinsic(prefer_literal=True)
+def _zero_sums(typing_context, tiles):
+    """Begin the sums of ``tiles`` tiles of rows, a literal: one or two."""
+    places = _places(tiles)
+
+    def emit(context, builder, signature, arguments):
+        for row, half in places:
+            zero_tile(Emitter(builder), SUMS + 2 * row + half)
+        return context.get_dummy_value()
+
+    return types.void(tiles), emit
+
+
+@intrinsic(prefer_literal=True)
+def _store_sums(typing_context, sums, tiles):
+    """Store sums as [rows, 32] float32."""
+    places = _places(tiles)
+
+    def emit(context, builder, signature, arguments):
+        emitter, sums = Emitter(builder), builder.inttoptr(arguments[0], POINTER)
+        for row, half in places:
+            place = emitter.byte(sums, 4 * (OUTPUTS * TILE_ROWS * row + LANES * half))
+            store_tile(emitter, SUMS + 2 * row + half, place, I64(4 * OUTPUTS))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, tiles), emit
+
+
+@intrinsic(prefer_literal=True)
+def _add_products(typing_context, inputs, panel, pieces, input_bytes, tiles):
+    """Add products of ``tiles`` tiles of rows with the weights of 32 outputs to their sums.
+
+    ``input_bytes``: from one tile of rows to the next.
+    """
+    places = _places(tiles)
+
+    def emit(context, builder, signature, arguments):
+        emitter, line = Emitter(builder), I64(ROW_BYTES)
+        inputs, panel = (builder.inttoptr(arguments[at], POINTER) for at in (0, 1))
+        with emitter.loop(arguments[2]) as piece:
+            weights = emitter.byte(panel, builder.mul(piece, I64(PANEL_BYTES)))
+            near = emitter.byte(inputs, builder.mul(piece, I64(TILE_BYTES)))
+            for half in (0, 1):
+                place = emitter.byte(weights, TILE_BYTES * half)
+                load_tile(emitter, FIRST_WEIGHTS + half, place, line)
+            for row, half in places:
+                if half == 0:
+                    place = emitter.byte(near, builder.mul(arguments[3], I64(row)))
+                    load_tile(emitter, FIRST_INPUTS + row, place, line)
+                sums = SUMS + 2 * row + half
+                add_bfloat_products(emitter, sums, FIRST_INPUTS + row, FIRST_WEIGHTS + half)
+        return context.get_dummy_value()
+
+    word = types.int64
+    return types.void(word, word, word, word, tiles), emit
+
+
+def _places(tiles):
+    return [(row, half) for row in range(tiles.literal_value) for half in (0, 1)]
+
+
+@intrinsic
+def _write_input(typing_context, numbers, norm, factor, inputs, pieces):
+    """Write a row in bfloat16, times ``factor`` and the weights at ``norm`` unless that is 0."""
+
+    def emit(context, builder, signature, arguments):
+        emitter = Emitter(builder)
+        numbers, norm, inputs = (builder.inttoptr(arguments[at], POINTER) for at in (0, 1, 3))
+        factor = emitter.splat(arguments[2], LANES)
+        is_normed = builder.icmp_signed("!=", arguments[1], I64(0))
+        with emitter.loop(builder.mul(arguments[4], I64(2))) as index:
+            offset = builder.mul(index, I64(4 * LANES))
+            number = emitter.variable(emitter.load(emitter.byte(numbers, offset), FLOATS))
+            with builder.if_then(is_normed):
+                scaled = builder.fmul(builder.load(number, typ=FLOATS), factor)
+                weight = emitter.load(emitter.byte(norm, offset), FLOATS)
+                builder.store(builder.fmul(scaled, weight), number)
+            piece = builder.mul(builder.lshr(index, I64(1)), I64(TILE_BYTES))
+            half = builder.mul(builder.and_(index, I64(1)), I64(ROW_BYTES // 2))
+            rounded = emitter.to_bfloats(builder.load(number, typ=FLOATS))
+            emitter.store(rounded, emitter.byte(inputs, builder.add(piece, half)))
+        return context.get_dummy_value()
+
+    word = types.int64
+    return types.void(word, word, types.float32, word, word), emit
+
+
+@team_body
+def prepare(address):
+    """Write the inputs of the rows that the shared counter gives."""
+    job = carray(pointer(address), WORDS, np.int64)
+    pieces = job[GROUPS] * job[PIECES]
+    numbers = np.empty(pieces * PIECE, np.float32)
+    while True:
+        start = fetch_add(address, PREPARED_ROWS)
+        if start >= job[ROWS]:
+            break
+        for row in range(start, min(job[ROWS], start + PREPARED_ROWS)):
+            factor = read_input(job, row, numbers)
+            inputs = job[INPUTS] + row // TILE_ROWS * pieces * TILE_BYTES
+            inputs += row % TILE_ROWS * ROW_BYTES
+            _write_input(numbers.ctypes.data, job[NORM], factor, inputs, pieces)
+    numbers[0] = 0.0  # numba frees an array after its last use
+
+
+@kernel
+def _multiply_tile(job, tile, memory, results):
+    """``memory``: for the expanded weights; ``results``: for the sums of a block."""
+    groups, pieces = job[GROUPS], job[PIECES]
+    group_bytes = pieces * CODE_BYTES + GRID_BYTES
+    packed = job[PACKED] + tile * groups * group_bytes
+    panel = (memory.ctypes.data + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+    input_bytes, sums = groups * pieces * TILE_BYTES, results.ctypes.data
+    if job[ROWS] <= TILE_ROWS:
+        each = max(1, FEW_PIECES // pieces)
+        _zero_sums(1)
+        for group in range(0, groups, each):
+            count = min(each, groups - group)
+            _expand(packed + group * group_bytes, count, pieces, panel)
+            near = job[INPUTS] + group * pieces * TILE_BYTES
+            _add_products(near, panel, count * pieces, input_bytes, 1)
+        _store_sums(sums, 1)
+        write_results(job, tile, 0, job[ROWS], results)
+        return
+    _expand(packed, groups, pieces, panel)
+    for row in range(0, job[ROWS], BLOCK_ROWS):
+        count = min(BLOCK_ROWS, job[ROWS] - row)
+        near = job[INPUTS] + row // TILE_ROWS * input_bytes
+        if count > TILE_ROWS:
+            _zero_sums(2)
+            _add_products(near, panel, groups * pieces, input_bytes, 2)
+            _store_sums(sums, 2)
+        else:
+            _zero_sums(1)
+            _add_products(near, panel, groups * pieces, input_bytes, 1)
+            _store_sums(sums, 1)
+        write_results(job, tile, row, count, results)
+
+
+@team_body
+def multiply(address):
+    """Take tiles of weights from the shared counter until none is left."""
+    job = carray(pointer(address), WORDS, np.int64)
+    memory = np.empty(job[GROUPS] * job[PIECES] * PANEL_BYTES + CACHE_LINE, np.uint8)
+    results = np.empty((BLOCK_ROWS, OUTPUTS), np.float32)
+    use_tiles(job[CONFIG])
+    while True:
+        start = fetch_add(address, job[CHUNK])
+        if start >= job[TILES]:
+            break
+        for tile in range(start, min(job[TILES], start + job[CHUNK])):
+            _multiply_tile(job, tile, memory, results)
+    end_tiles()

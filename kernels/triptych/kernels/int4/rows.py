@@ -1,0 +1,125 @@
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
+"""What products with 4-bit weights have in common: their job, their inputs, their results."""
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from triptych.kernels.codegen.numba_runtime import LANES, kernel, pointer
+from triptych.kernels.codegen.simd import FLOAT, I64, POINTER, Emitter, vector
+from triptych.kernels.floats import FLOAT as FLOAT_KIND
+from triptych.kernels.floats import read_floats, store_vectors
+from triptych.kernels.int4.layout import OUTPUTS
+
+WORDS = 21
+COUNTER, CHUNK, TILES, ROWS, GROUPS, PIECES, PACKED, INPUTS, SUMS, OUT, OUT_KIND, WIDTH = range(12)
+BIAS, GATED, SOURCE, SOURCE_KIND, STRIDE, HIDDEN, NORM, EPSILON, CONFIG = range(12, WORDS)
+"""Words of a job.
+
+Rows are read from ``SOURCE``, if that is not 0, ``STRIDE`` elements apart, are added in place to
+``HIDDEN``, if that is not 0, and are normalised, if ``NORM`` is not 0. ``INPUTS`` are these in
+bfloat16, and ``SUMS`` their sums over groups, as the processor's product needs both. ``BIAS`` has
+zeros if there is none.
+"""
+
+ONE = np.float32(1.0)
+LOG2_E = 1.4426950408889634
+MOST_POWER = 126.0
+
+
+@kernel
+def read_input(job, row, numbers):
+    """Read a row of inputs, as float32, into ``numbers``.
+
+    Returns what it is to be multiplied by, with the weights at ``NORM``, if it is normalised.
+    """
+    vectors, at = len(numbers) // LANES, numbers.ctypes.data
+    hidden = job[HIDDEN] + 4 * row * len(numbers) if job[HIDDEN] else 0
+    if job[SOURCE]:
+        read_floats(job[SOURCE], job[SOURCE_KIND], row * job[STRIDE], numbers)
+        squares = _add_and_square(at, hidden, vectors)
+    else:
+        numbers[:] = carray(pointer(hidden), len(numbers), np.float32)
+        squares = _add_and_square(at, 0, vectors)
+    mean = squares / np.float32(len(numbers))
+    return ONE / np.sqrt(mean + np.float32(job.view(np.float64)[EPSILON]))
+
+
+@intrinsic
+def _add_and_square(typing_context, numbers, hidden, vectors):
+    """Add vectors of floats to those at ``hidden``, unless it is 0; both become the sum.
+
+    Returns the sum of their squares.
+    """
+
+    def emit(context, builder, signature, arguments):
+        emitter, kind = Emitter(builder), vector(FLOAT, LANES)
+        numbers, hidden = (builder.inttoptr(arguments[at], POINTER) for at in (0, 1))
+        adds = builder.icmp_signed("!=", arguments[1], I64(0))
+        squares = emitter.variable(ir.Constant(kind, [0.0] * LANES))
+        with emitter.loop(arguments[2]) as index:
+            offset = builder.mul(index, I64(4 * LANES))
+            place = emitter.byte(numbers, offset)
+            number = emitter.variable(emitter.load(place, kind))
+            with builder.if_then(adds):
+                slot = emitter.byte(hidden, offset)
+                total = builder.fadd(emitter.load(slot, kind), builder.load(number, typ=kind))
+                emitter.store(total, slot)
+                emitter.store(total, place)
+                builder.store(total, number)
+            total = builder.load(number, typ=kind)
+            builder.store(emitter.fma(total, total, builder.load(squares, typ=kind)), squares)
+        return emitter.total(builder.load(squares, typ=kind))
+
+    word = types.int64
+    return types.float32(word, word, word), emit
+
+
+@kernel
+def write_results(job, tile, row, count, results):
+    """Write the results, (rows, 32) float32, of ``count`` rows from ``row`` on."""
+    width = LANES if job[GATED] else OUTPUTS
+    size = 4 if job[OUT_KIND] == FLOAT_KIND else 2
+    at = job[OUT] + size * (row * job[WIDTH] + tile * width)
+    bias = job[BIAS] + 4 * OUTPUTS * tile
+    _write_rows(results.ctypes.data, count, bias, job[GATED], at, size * job[WIDTH], job[OUT_KIND])
+
+
+@intrinsic
+def _write_rows(typing_context, results, count, bias, gated, out, stride, kind):
+    """Write rows of 32 float32 results plus a bias, gated or not, as numbers of one kind."""
+
+    def emit(context, builder, signature, arguments):
+        emitter, wide = Emitter(builder), vector(FLOAT, LANES)
+        results, bias, out = (builder.inttoptr(arguments[at], POINTER) for at in (0, 2, 4))
+        count, gated, stride, kind = (arguments[at] for at in (1, 3, 5, 6))
+        is_gated = builder.icmp_signed("!=", gated, I64(0))
+        halves = [emitter.load(emitter.byte(bias, 4 * LANES * half), wide) for half in (0, 1)]
+        with emitter.loop(count) as row:
+            near = emitter.byte(results, builder.mul(row, I64(4 * OUTPUTS)))
+            target = emitter.byte(out, builder.mul(row, stride))
+            left, right = (
+                builder.fadd(emitter.load(emitter.byte(near, 4 * LANES * half), wide), halves[half])
+                for half in (0, 1)
+            )
+            with builder.if_else(is_gated) as (then, otherwise):
+                with then:
+                    store_vectors(emitter, [_gate(emitter, left, right)], target, kind)
+                with otherwise:
+                    store_vectors(emitter, [left, right], target, kind)
+        return context.get_dummy_value()
+
+    word = types.int64
+    return types.void(*[word] * 7), emit
+
+
+def _gate(emitter, opened, numbers):
+    """``silu`` of the first vector, times the second."""
+    build = emitter.build
+    power = build.fmul(opened, emitter.constant(-LOG2_E, opened))
+    most = emitter.constant(MOST_POWER, opened)
+    power = build.select(build.fcmp_ordered("<", power, most), power, most)
+    below = build.fadd(emitter.exp2(power), emitter.constant(1.0, opened))
+    return build.fmul(build.fmul(opened, emitter.inverse(below)), numbers)

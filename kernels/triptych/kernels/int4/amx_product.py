@@ -58,7 +58,8 @@ PREFETCHED = 4096
 
 WORD_VECTOR, FLOATS = vector(I16, 2 * LANES), vector(FLOAT, LANES)
 INTERLEAVED = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
-_CONFIGS = np.stack([tile_config(rows or TILE_ROWS, SUMS, 6) for rows in range(TILE_ROWS)])
+_CONFIGS = [tile_config(rows or TILE_ROWS, SUMS, 6) for rows in range(TILE_ROWS)]
+_ADDRESSES = [config.ctypes.data for config in _CONFIGS]
 
 
 def input_words(rows: int, columns: int) -> int:
@@ -68,7 +69,7 @@ def input_words(rows: int, columns: int) -> int:
 
 def config_address(rows: int) -> int:
     """Of the shapes of tiles: those of inputs and results have as many rows as there are."""
-    return _CONFIGS[rows if rows < TILE_ROWS else 0].ctypes.data
+    return _ADDRESSES[rows if rows < TILE_ROWS else 0]
 
 
 @intrinsic

@@ -36,6 +36,7 @@ from triptych.kernels.int4.rows import (
     STRIDE,
     SUMS,
     TILES,
+    TOTAL,
     WIDTH,
     WORDS,
 )
@@ -60,7 +61,7 @@ def _product() -> ModuleType:
 @kernel
 def _start(
     prepare, multiply, team, threads, tiles, rows, groups, columns, packed, source, source_kind,
-    stride, hidden, norm, epsilon, out, out_kind, width, bias, is_gated, config, input_words,
+    stride, hidden, total, norm, epsilon, out, out_kind, width, bias, is_gated, config, input_words,
 ):  # fmt: skip
     inputs = np.empty(input_words, np.uint32)
     sums = np.empty(rows * groups, np.float32)
@@ -72,7 +73,7 @@ def _start(
     job[OUT], job[OUT_KIND], job[WIDTH], job[BIAS] = out, out_kind, width, bias
     job[GATED], job[CONFIG] = is_gated, config
     job[SOURCE], job[SOURCE_KIND], job[STRIDE] = source, source_kind, stride
-    job[HIDDEN], job[NORM] = hidden, norm
+    job[HIDDEN], job[TOTAL], job[NORM] = hidden, total, norm
     job.view(np.float64)[EPSILON] = epsilon
     run_team(team, prepare, job, threads if rows > FEW_ROWS else 1)
     job[COUNTER] = 0
@@ -101,11 +102,9 @@ def add_norm_multiply_int4(
         raise ConfigError(f"norm {norm.dtype} of {hidden.dtype}: expected dense float32")
     if norm.shape != hidden.shape[1:] or (delta is not None and delta.shape != hidden.shape):
         raise ConfigError(f"norm of {len(norm)} numbers for rows of {tuple(hidden.shape)}")
-    if delta is None:
-        total = hidden.contiguous()
-    else:  # rows are added in place
-        total = torch.empty_like(hidden, memory_format=torch.contiguous_format).copy_(hidden)
-    return total, _run(delta, weights, bias, dtype, total, norm, epsilon)
+    hidden = hidden.contiguous()
+    total = hidden if delta is None else torch.empty_like(hidden)
+    return total, _run(delta, weights, bias, dtype, hidden, total, norm, epsilon)
 
 
 def _run(
@@ -113,15 +112,17 @@ def _run(
     weights: Int4Tiles,
     bias: Tensor | None,
     dtype: torch.dtype,
+    hidden: Tensor | None = None,
     total: Tensor | None = None,
     norm: Tensor | None = None,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """Multiply rows, or the norm of ``total`` after they are added to it."""
+    """Multiply rows, or the norm of ``total``, their sum with ``hidden``."""
     outputs, columns = weights.shape
-    like = rows if rows is not None else total
+    like = rows if rows is not None else hidden
     assert like is not None
-    if like.dim() != 2 or like.shape[1] != columns or like.stride(1) != 1:
+    count, width = like.shape if like.dim() == 2 else (0, 0)
+    if width != columns or like.stride(1) != 1:
         raise ConfigError(
             f"rows {tuple(like.shape)}, strides {like.stride()}: expected dense (T, {columns})"
         )
@@ -132,8 +133,8 @@ def _run(
     if bias is not None and weights.is_gated:
         raise ConfigError("gated weights take no bias")
     bias = _zeros(outputs) if bias is None else bias.contiguous()
-    out = torch.empty(len(like), weights.results, dtype=dtype)
-    if not len(like):
+    out = torch.empty(count, weights.results, dtype=dtype)
+    if not count:
         return out
     product = _product()
     _start(
@@ -141,24 +142,25 @@ def _run(
         product.multiply.address,
         team_address(),
         team_threads(),
-        len(weights.tiles),
-        len(like),
+        outputs // OUTPUTS,
+        count,
         weights.groups,
         columns,
         weights.tiles.data_ptr(),
         0 if rows is None else rows.data_ptr(),
         KINDS[like.dtype],
         like.stride(0),
+        0 if hidden is None else hidden.data_ptr(),
         0 if total is None else total.data_ptr(),
         0 if norm is None else norm.data_ptr(),
         epsilon,
         out.data_ptr(),
         KINDS[dtype],
-        out.shape[1],
+        weights.results,
         bias.data_ptr(),
         int(weights.is_gated),
-        product.config_address(len(like)),
-        product.input_words(len(like), columns),
+        product.config_address(count),
+        product.input_words(count, columns),
     )
     return out
 

@@ -1,6 +1,6 @@
 """How 4-bit weights lie in memory: tiles of 32 outputs, one group of inputs after another."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,6 +36,16 @@ class Int4Tiles:
     is_gated: bool = False
     """Whether the product is ``silu`` of the first half of the outputs, times the second: a tile
     has 16 outputs of each half."""
+    shape: tuple[int, int] = field(init=False)
+    """Outputs and inputs."""
+    results: int = field(init=False)
+    """Numbers of a row of the product."""
+
+    def __post_init__(self) -> None:
+        count, tile_bytes = self.tiles.shape
+        outputs, columns = count * OUTPUTS, 2 * (tile_bytes - self.groups * GRID_BYTES) // OUTPUTS
+        object.__setattr__(self, "shape", (outputs, columns))
+        object.__setattr__(self, "results", outputs // 2 if self.is_gated else outputs)
 
     @classmethod
     def pack(
@@ -57,17 +67,6 @@ class Int4Tiles:
         grids = torch.stack((step, middle), -1).bfloat16().view(tiles, OUTPUTS, groups, 2)
         grids = grids.transpose(1, 2).contiguous().view(torch.uint8).reshape(tiles, groups, -1)
         return cls(torch.cat((grids, codes), -1).flatten(1), groups, is_gated)
-
-    @property
-    def results(self) -> int:
-        """Numbers of a row of the product."""
-        return self.shape[0] // 2 if self.is_gated else self.shape[0]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
-        code_bytes = self.tiles.shape[1] - self.groups * GRID_BYTES
-        return len(self.tiles) * OUTPUTS, 2 * code_bytes // OUTPUTS
 
     def weights(self) -> Tensor:
         """The weights, (out, in) float32."""

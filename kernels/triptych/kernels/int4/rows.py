@@ -13,13 +13,14 @@ from triptych.kernels.floats import FLOAT as FLOAT_KIND
 from triptych.kernels.floats import read_floats, store_vectors
 from triptych.kernels.int4.layout import OUTPUTS
 
-WORDS = 21
+WORDS = 22
 COUNTER, CHUNK, TILES, ROWS, GROUPS, PIECES, PACKED, INPUTS, SUMS, OUT, OUT_KIND, WIDTH = range(12)
-BIAS, GATED, SOURCE, SOURCE_KIND, STRIDE, HIDDEN, NORM, EPSILON, CONFIG = range(12, WORDS)
+BIAS, GATED, SOURCE, SOURCE_KIND, STRIDE, HIDDEN, TOTAL, NORM, EPSILON, CONFIG = range(12, WORDS)
 """Words of a job.
 
-Rows are read from ``SOURCE``, if that is not 0, ``STRIDE`` elements apart, are added in place to
-``HIDDEN``, if that is not 0, and are normalised, if ``NORM`` is not 0. ``INPUTS`` are these in
+Rows are read from ``SOURCE``, if that is not 0, ``STRIDE`` elements apart. With ``HIDDEN``, if that
+is not 0, they are added to its rows, and the sum is ``TOTAL``. They are normalised if ``NORM`` is
+not 0. ``INPUTS`` are these in
 bfloat16, and ``SUMS`` their sums over groups, as the processor's product needs both. ``BIAS`` has
 zeros if there is none.
 """
@@ -35,46 +36,46 @@ def read_input(job, row, numbers):
 
     Returns what it is to be multiplied by, with the weights at ``NORM``, if it is normalised.
     """
-    vectors, at = len(numbers) // LANES, numbers.ctypes.data
-    hidden = job[HIDDEN] + 4 * row * len(numbers) if job[HIDDEN] else 0
+    vectors, at, offset = len(numbers) // LANES, numbers.ctypes.data, 4 * row * len(numbers)
     if job[SOURCE]:
         read_floats(job[SOURCE], job[SOURCE_KIND], row * job[STRIDE], numbers)
-        squares = _add_and_square(at, hidden, vectors)
+        hidden = job[HIDDEN] + offset if job[HIDDEN] else 0
+        squares = _add_and_square(at, hidden, job[TOTAL] + offset, vectors)
     else:
-        numbers[:] = carray(pointer(hidden), len(numbers), np.float32)
-        squares = _add_and_square(at, 0, vectors)
+        numbers[:] = carray(pointer(job[HIDDEN] + offset), len(numbers), np.float32)
+        squares = _add_and_square(at, 0, 0, vectors)
     mean = squares / np.float32(len(numbers))
     return ONE / np.sqrt(mean + np.float32(job.view(np.float64)[EPSILON]))
 
 
 @intrinsic
-def _add_and_square(typing_context, numbers, hidden, vectors):
-    """Add vectors of floats to those at ``hidden``, unless it is 0; both become the sum.
+def _add_and_square(typing_context, numbers, hidden, total, vectors):
+    """Add those at ``hidden``, unless it is 0, to vectors of floats, and write them to ``total``.
 
     Returns the sum of their squares.
     """
 
     def emit(context, builder, signature, arguments):
         emitter, kind = Emitter(builder), vector(FLOAT, LANES)
-        numbers, hidden = (builder.inttoptr(arguments[at], POINTER) for at in (0, 1))
+        numbers, hidden, total = (builder.inttoptr(arguments[at], POINTER) for at in range(3))
         adds = builder.icmp_signed("!=", arguments[1], I64(0))
         squares = emitter.variable(ir.Constant(kind, [0.0] * LANES))
-        with emitter.loop(arguments[2]) as index:
+        with emitter.loop(arguments[3]) as index:
             offset = builder.mul(index, I64(4 * LANES))
             place = emitter.byte(numbers, offset)
             number = emitter.variable(emitter.load(place, kind))
             with builder.if_then(adds):
-                slot = emitter.byte(hidden, offset)
-                total = builder.fadd(emitter.load(slot, kind), builder.load(number, typ=kind))
-                emitter.store(total, slot)
-                emitter.store(total, place)
-                builder.store(total, number)
-            total = builder.load(number, typ=kind)
-            builder.store(emitter.fma(total, total, builder.load(squares, typ=kind)), squares)
+                before = emitter.load(emitter.byte(hidden, offset), kind)
+                after = builder.fadd(before, builder.load(number, typ=kind))
+                emitter.store(after, emitter.byte(total, offset))
+                emitter.store(after, place)
+                builder.store(after, number)
+            after = builder.load(number, typ=kind)
+            builder.store(emitter.fma(after, after, builder.load(squares, typ=kind)), squares)
         return emitter.total(builder.load(squares, typ=kind))
 
     word = types.int64
-    return types.float32(word, word, word), emit
+    return types.float32(word, word, word, word), emit
 
 
 @kernel

@@ -27,7 +27,7 @@ from triptych.kernels.codegen.numba_runtime import LANES, fetch_add, kernel, poi
 from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I32, I64, POINTER, Emitter, vector
 from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, TABLE
 from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
-from triptych.kernels.int4.rows import (
+from triptych.kernels.int4.product_job import (
     CHUNK,
     CONFIG,
     GROUPS,

@@ -15,7 +15,7 @@ from triptych.kernels.codegen.native import multiplies_tiles
 from triptych.kernels.codegen.numba_runtime import kernel, run_team, team_address, team_threads
 from triptych.kernels.floats import KINDS
 from triptych.kernels.int4.layout import OUTPUTS, PIECE, Int4Tiles
-from triptych.kernels.int4.rows import (
+from triptych.kernels.int4.product_job import (
     BIAS,
     CHUNK,
     CONFIG,

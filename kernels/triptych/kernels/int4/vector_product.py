@@ -24,7 +24,7 @@ from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I32, I64, POINTER,
 from triptych.kernels.floats import bfloat_pair, round_floats
 from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, TABLE
 from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
-from triptych.kernels.int4.rows import (
+from triptych.kernels.int4.product_job import (
     CHUNK,
     GROUPS,
     INPUTS,

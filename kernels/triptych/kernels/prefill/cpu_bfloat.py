@@ -221,9 +221,9 @@ def _attend_block(job, head, start, query, logits, weights, mixed, sums):
         sink = job[SINKS] + 4 * head if job[SINKS] else 0
         factor = exponentiate_row(line, limit, np.float32(job.view(np.float64)[SCALE]), sink)
         vectors = _wide(limit, LANES) // LANES
-        weighed = weights[row]
-        _weigh(line.ctypes.data, factor, sums.ctypes.data, weighed.ctypes.data, vectors)
-        weighed[vectors * LANES : seen] = np.uint16(0)
+        powers, target = out + 4 * pitch * row, weights.ctypes.data + 2 * pitch * row
+        _weigh(powers, factor, sums.ctypes.data, target, vectors)
+        weights[row, vectors * LANES : seen] = np.uint16(0)
     values = job[VALUE] + 2 * wide * known * (head // job[GROUP])
     near, out = weights.ctypes.data, mixed.ctypes.data
     for channel in range(0, wide, TILE):

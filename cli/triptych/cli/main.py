@@ -17,6 +17,7 @@ from triptych.cli.quality import evaluate, train
 from triptych.cli.quality.calibrate import calibrate
 from triptych.cli.quality.eval_frontier import frontier
 from triptych.cli.quality.eval_learned import learned
+from triptych.cli.quality.retrieval import retrieval
 from triptych.cli.quality.spread import spread
 from triptych.cli.serving.chat import chat
 from triptych.cli.serving.drain import drain
@@ -35,6 +36,7 @@ app.command()(chat)
 app.command()(validate)
 app.command()(calibrate)
 app.command()(spread)
+app.command()(retrieval)
 app.command()(doctor)
 app.command()(drain)
 app.command()(plan)

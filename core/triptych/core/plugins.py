@@ -24,6 +24,7 @@ POLICY_NAMES = PluginNames(
         "knorm",
         "keydiff",
         "h2o",
+        "h2o:generate",
         "snapkv",
         "pyramidkv",
         "adakv",
@@ -32,5 +33,6 @@ POLICY_NAMES = PluginNames(
         "cake",
         "kvcrush",
         "tangram",
+        "compresskv",
     ),
 )

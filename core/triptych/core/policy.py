@@ -28,10 +28,10 @@ class KVRotation:
     key_centre: bytes = b""
 
 
-Measured = Literal["attention", "attention_moments", "query_statistics"]
+Measured = Literal["attention", "retrieval_attention", "attention_moments", "query_statistics"]
 """What prefill measures of a prompt's queries for a retention rule: the sum of the attention that
-each token receives from them, its mean and variance, or the mean and covariance of the queries
-before RoPE."""
+each token receives from them, of all heads or of some; its mean and variance; or the mean and
+covariance of the queries before RoPE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,26 @@ class Retention:
     head_shares: tuple[float, ...] = ()
     """Share of the tokens that each head row keeps, in the order of layers and KV heads, where
     calibration has found it; empty: the budget is not static."""
+    layer_errors: tuple[float, ...] = ()
+    """Error of the attention of each layer when it keeps few tokens, where calibration has found
+    it; empty: no budget depends on it."""
+    heads: tuple[tuple[int, ...], ...] = ()
+    """Query heads of each layer whose attention is measured; empty: all."""
     compares_layers: bool = False
     """Whether the budget of a layer depends on what was measured in all layers."""
+    while_generating: bool = False
+    """Whether tokens are dropped during decode too, so that a head row keeps as many as of the
+    prompt. Then the sums of prefill are the largest of a group of query heads, as those of
+    decode."""
+
+    @property
+    def adds_up_attention(self) -> bool:
+        """Whether what is measured is a sum of attention."""
+        return self.measured in ("attention", "retrieval_attention")
+
+    def most_tokens(self, prompt_tokens: int) -> int:
+        """The tokens of a head row that are kept of a prompt, the mean over head rows."""
+        return round(self.keep_share * prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +88,7 @@ class Policy:
     receive less than that share of all attention are not high, or not low. Then output tokens stay
     high, since such shares do not classify a single token. In a uniform policy all tokens are high.
     With ``retention`` its rule decides instead of thresholds: tokens that it keeps are high, and so
-    are output tokens.
+    are output tokens, of which it drops some if it is applied while generating.
 
     With a ``merger``, tokens of text in a prompt that are neither sink nor window are merged, and
     have biases in place of scores. With ``images`` that policy decides about the tokens of images:
@@ -150,6 +168,14 @@ class Policy:
         return self.score_every > 0 and self.low_format is not None
 
     @property
+    def evicts_output(self) -> bool:
+        """Whether tokens are dropped while an answer is generated, by the attention they received.
+
+        So that a head row keeps as many as of the prompt.
+        """
+        return self.retention is not None and self.retention.while_generating
+
+    @property
     def merged_tokens(self) -> int:
         """Tokens of text in a prompt that become one; 1: none are merged."""
         return self.merger.chunk_tokens if self.merger else 1
@@ -173,7 +199,9 @@ class Policy:
         """Whether prefill adds up the attention that tokens receive."""
         rule = self.observing_rule
         of_images = self.images is not None and self.images.observes_attention
-        return self.needs_attention_sums or of_images or (rule and rule.measured) == "attention"
+        return (
+            self.needs_attention_sums or of_images or (rule is not None and rule.adds_up_attention)
+        )
 
     @property
     def measures_queries(self) -> bool:

@@ -64,6 +64,12 @@ class Profile:
     spread: str = ""
     """Head budgets (``core.head_budgets``) in base64; empty: all heads read the same share. The
     field keeps the name that it has in profile files."""
+    retrieval_heads: tuple[tuple[int, ...], ...] = ()
+    """Query heads of each layer that attend from an answer to the place that has it, first those
+    that do so most; empty: they are not known."""
+    layer_errors: tuple[float, ...] = ()
+    """Relative error of the attention of each layer when a few tokens are kept that these heads
+    choose; empty with ``retrieval_heads``."""
     measured: tuple[Fidelity, ...] = field(default=())
     measured_methods: dict[str, tuple[Fidelity, ...]] = field(
         default_factory=dict[str, tuple[Fidelity, ...]]
@@ -197,5 +203,11 @@ class Profile:
                 check_head_budgets(self.head_budget_codes, shape)
         except ValueError as error:
             raise ConfigError(f"{name}: {error}; run 'triptych spread' again") from error
+        layers = [len(self.retrieval_heads), len(self.layer_errors)]
+        if layers not in ([0, 0], [shape.layers] * 2) or not all(self.retrieval_heads):
+            raise ConfigError(
+                f"{name}: retrieval_heads and layer_errors have {layers[0]} and {layers[1]} "
+                f"layers, expected {shape.layers} of each; run 'triptych retrieval' again"
+            )
         if found not in (0, wanted):
             raise ConfigError(f"{name}: key_centre has {found} bytes, expected {wanted}")

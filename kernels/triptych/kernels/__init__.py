@@ -17,7 +17,13 @@ from triptych.kernels.codec import (
     transcode,
 )
 from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles
-from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
+from triptych.kernels.compact import (
+    Retirement,
+    mass_limits,
+    plan_eviction,
+    plan_retirement,
+    plan_tokens,
+)
 from triptych.kernels.decode import decode_attention, record_scores, score_tokens
 from triptych.kernels.draw import draw_tokens
 from triptych.kernels.int4 import Int4Tiles, add_norm_multiply_int4, multiply_int4
@@ -47,6 +53,7 @@ from triptych.kernels.prefill import (
     mean_sums,
     prefill_attention,
     significance_of,
+    sums_of_heads,
 )
 from triptych.kernels.select import Rule, Summaries, select_pages, summarize_pages
 
@@ -84,6 +91,7 @@ __all__ = [
     "multiplies_tiles",
     "multiply_int4",
     "observe_ops",
+    "plan_eviction",
     "plan_retirement",
     "plan_tokens",
     "prefill_attention",
@@ -100,6 +108,7 @@ __all__ = [
     "significance_of",
     "store_tokens",
     "summarize_pages",
+    "sums_of_heads",
     "transcode",
 ]
 
@@ -115,6 +124,7 @@ OPS: dict[str, Op[..., Any]] = {
         prefill_attention,
         plan_tokens,
         plan_retirement,
+        plan_eviction,
         decode_attention,
         score_tokens,
         record_scores,

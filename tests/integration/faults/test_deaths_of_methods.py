@@ -16,6 +16,7 @@ METHODS = (
     ("snapkv", "learned:score", "adakv"),
     ("kvarn", "fp8", "uniform:k8v2"),
     ("cake", "expected_attention", "kvcrush"),
+    ("h2o:generate", "h2o", "tova"),
 )
 """Beside the default."""
 CLIENTS, ANSWER_TOKENS = 16, 60

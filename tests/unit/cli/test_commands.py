@@ -400,6 +400,15 @@ def test_validate_looks_at_the_plugins_of_the_decode_step(
         assert says in err.replace("\n", " ")
 
 
+def test_the_heads_of_a_model_that_finds_nothing_are_not_ranked(run: Run, tmp_path: Path) -> None:
+    """Weights are random, so no answer token is found, and every head would be as good."""
+    model = save_tiny_model(tmp_path / "tiny")
+    asked = ["retrieval", str(model), "--context", "256", "--facts", "2"]
+    code, _, err = run(*asked, "--documents", "1", "--output", str(tmp_path / "p.json"))
+    assert code == 2
+    assert "the model found none of 2 facts in 256 tokens" in err.replace("\n", " ")
+
+
 def test_a_spread_goes_into_a_profile_that_a_server_takes(run: Run, tmp_path: Path) -> None:
     model, profile, rows = save_tiny_model(tmp_path / "tiny"), tmp_path / "p.json", tmp_path / "r"
     asked = ["spread", str(model), "--context", "256", "--documents", "1", "--steps", "4"]

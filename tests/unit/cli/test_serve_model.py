@@ -11,6 +11,9 @@ from tests.unit.cli.conftest import Run
 from triptych.cli.serving import serve as command
 from triptych.cli.serving.serve_file import read_http, read_serve_file
 from triptych.core.config import AppConfig
+from triptych.core.layout import Geometry
+from triptych.core.pages import PagePlan
+from triptych.workers.decode.plugins.pipeline import Pipeline
 
 
 @pytest.fixture
@@ -51,6 +54,43 @@ def test_the_options_that_users_of_vllm_give(run: Run, served: dict[str, Any]) -
     assert config.topology == "colocated"
     assert served["keys"] == [{"name": "key-1", "sha256": hashlib.sha256(b"secret").hexdigest()}]
     assert not served["path"].exists()  # the keys go with the server
+
+
+@pytest.mark.parametrize(
+    ("preset", "policy", "plugin"),
+    [
+        ("tinyserve", "uniform:fp16", ""),
+        ("tinyserve:full_cache", "uniform:fp16", ""),
+        ("tinyserve:streaming_llm", "streaming_llm", ""),
+        ("tinyserve:snapkv", "snapkv", ""),
+        ("tinyserve:pyramidkv", "pyramidkv", ""),
+        ("tinyserve:soft_prune", "diffkv", "soft_prune"),
+        ("tinyserve:entropy_stop", "uniform:fp16", "entropy_stop"),
+    ],
+)
+def test_presets_are_tinyserve_and_its_six_baselines(
+    run: Run, served: dict[str, Any], preset: str, policy: str, plugin: str
+) -> None:
+    """Each can be planned, and a setting that is given counts more than the preset's."""
+    code, _, err = run("serve", "some/model", "--preset", preset, "--set", "decode.max_num_seqs=3")
+    assert (code, err) == (0, "")
+    config: AppConfig = served["config"]
+    assert config.compressor.policy == policy
+    assert [step.called for step in config.decode.steps] == ([plugin] if plugin else [])
+    assert (config.decode.selection.method == "box") == (preset == "tinyserve")
+    assert config.decode.max_num_seqs == 3
+    plan = PagePlan.of(config, Geometry(layers=2, kv_heads=2, head_dim=64))
+    rule = plan.policy.retention
+    assert (rule is None) == (policy in ("uniform:fp16", "diffkv"))
+    assert rule is None or rule.keep_share == 0.3
+    Pipeline.of(config.decode.steps, plan.policy, can_exit=False)
+
+
+def test_an_unknown_preset_is_told_what_there_is(run: Run, served: dict[str, Any]) -> None:
+    code, _, err = run("serve", "some/model", "--preset", "tinyserve:h3o")
+    assert code == 2
+    assert "tinyserve:entropy_stop" in err.replace("\n", "")
+    assert not served
 
 
 def test_a_model_alone_gets_memory_for_pages_by_what_is_free(

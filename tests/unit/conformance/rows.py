@@ -44,7 +44,7 @@ METHOD_NAMES = tuple(
 """Each row of the table, and ``uniform`` with each format whose tokens are written alone."""
 ALIKE = (
     *("streaming_llm", "knorm", "keydiff", "h2o", "snapkv", "pyramidkv", "tova"),
-    *("expected_attention", "kvcrush", "tangram"),
+    *("expected_attention", "kvcrush", "tangram", "compresskv"),
     *("learned:paper", "learned:score"),
     *("saw_int4", "fp8", "kivi", "kivi:2"),
     *(f"uniform:{form}" for form in ("k4v8", "k8v2", "k2v4", "k4v1", "fp8")),
@@ -70,14 +70,18 @@ FILES = tuple(
 
 
 def profile_for(geometry: Geometry, weights: str = "") -> Profile:
-    """A profile of which some methods need the head budgets: odd head rows keep twice as much."""
+    """A profile of which some methods need the head budgets, where odd head rows keep twice as
+    much, and others the retrieval heads."""
     shares = [
         min(1.0, step / 32 * (4 / 3 if row % 2 else 2 / 3)) if step < 32 else 1.0
         for row in range(geometry.head_rows)
         for step in range(33)
     ]
     made = Profile(model="made up", weights=weights, geometry=geometry, settings=Settings())
-    return made.with_head_budgets(encode_head_budgets(shares))
+    made = made.with_head_budgets(encode_head_budgets(shares))
+    heads = tuple((1 + layer % 2, 0, 3) for layer in range(geometry.layers))
+    errors = tuple(1.0 + layer for layer in range(geometry.layers))
+    return replace(made, retrieval_heads=heads, layer_errors=errors)
 
 
 def profile_beside(model: Path) -> str:
@@ -94,7 +98,8 @@ def settings_of(method: str, model: Path | None = None) -> Mapping[str, object]:
     """
     learned = [] if model is None else networks_beside(model)
     masses = {"mass_high": 0.4, "mass_low": 0.1}
-    profile = {} if model is None or method != "tangram" else {"profile": profile_beside(model)}
+    is_calibrated = model is not None and method in ("tangram", "compresskv")
+    profile = {"profile": profile_beside(model)} if is_calibrated and model else {}
     return {**DIFFKV, "policy": method, **masses, "learned": learned, **profile}
 
 

@@ -10,14 +10,21 @@ from hypothesis import strategies as st
 from triptych.core.config import AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError, UnknownMethod
 from triptych.core.layout import Geometry
-from triptych.core.methods.composition import PROVIDED, RULES, WITH_PROFILE, Method, Part, Trait
+from triptych.core.methods.composition import (
+    PROVIDED,
+    RULES,
+    WITH_RETRIEVAL_HEADS,
+    Method,
+    Part,
+    Trait,
+)
 from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.parts import ATTENTION, EVERY_TOKEN, HADAMARD, ONE_RANGE
-from triptych.core.methods.table import METHODS, policies_of
+from triptych.core.methods.table import METHODS, offered_methods, policies_of
 from triptych.core.methods.uniform import uniform
 from triptych.core.pages import PagePlan
 from triptych.core.policy import KVRotation, Policy
-from triptych.core.profile import Profile
+from triptych.core.profile import Profile, Settings
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=64)
 TRAITS: tuple[Trait, ...] = tuple(dict.fromkeys(t for r in RULES for t in (r.first, r.second)))
@@ -117,7 +124,21 @@ def test_every_row_of_the_table_is_a_method_of_its_name(name: str) -> None:
     assert isinstance(found, Method)
     assert (found.name, found.version) == (name, 1)
     assert found.idea
-    found.check_needs(WITH_PROFILE, get_args(NetworkKind))
+    found.check_needs(WITH_RETRIEVAL_HEADS, get_args(NetworkKind))
+
+
+def test_compresskv_is_refused_without_the_heads_that_retrieve() -> None:
+    config = AppConfig.from_mapping({"compressor": {"methods": ["compresskv"]}})
+    made = Profile(model="any", weights="", geometry=GEOMETRY, settings=Settings())
+    with pytest.raises(ConfigError, match=r"needs retrieval_heads.*run 'triptych retrieval' for"):
+        PagePlan.of(config, GEOMETRY, made)
+    assert "compresskv" not in offered_methods((), made)
+    heads = ((3, 1, 0, 2, 4),) * GEOMETRY.layers
+    found = replace(made, retrieval_heads=heads, layer_errors=(0.5,) * GEOMETRY.layers)
+    assert "compresskv" in offered_methods((), found)
+    rule = PagePlan.of(config, GEOMETRY, found).of_method("compresskv").policy.retention
+    assert rule is not None
+    assert rule.heads == ((3, 1, 0, 2),) * GEOMETRY.layers
 
 
 def test_a_network_serves_the_methods_of_its_kind_alone() -> None:

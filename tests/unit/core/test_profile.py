@@ -75,6 +75,7 @@ def test_without_scores_tokens_of_an_answer_stay_high() -> None:
         ({"version": 2}, "version 2"),
         ({"surprise": 1}, "unknown key"),
         ({"key_centre": "AAAA"}, "3 bytes, expected 384"),
+        ({"retrieval_heads": ((0, 1),)}, "have 1 and 0 layers, expected"),
         ({"key_centre": "not base64!"}, "key_centre"),
         ({"settings": {"alpha_high": "much"}}, "alpha_high"),
         ({"geometry": {"layers": 2}}, "kv_heads"),

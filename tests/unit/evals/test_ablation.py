@@ -1,6 +1,7 @@
 """An ablation on a tiny model: one setting at a time, spread over draws."""
 
 import json
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 
@@ -11,7 +12,14 @@ from triptych.cli.main import app
 from triptych.core.errors import ConfigError
 from triptych.evals.data.texts import documents
 from triptych.evals.methods.method_names import parse_methods
-from triptych.evals.studies.ablation import AXES, Ablation, AblationResults, SeedStats, ablate
+from triptych.evals.studies.ablation import (
+    AXES,
+    Ablation,
+    AblationResults,
+    SeedStats,
+    ablate,
+    with_page_times,
+)
 from triptych.evals.studies.plot import plot_axes
 
 
@@ -72,6 +80,16 @@ def test_a_spread_is_students(found: AblationResults) -> None:
     assert spread.deviation == pytest.approx(sqrt(2.5))
     assert spread.ci95[1] - 3 == pytest.approx(2.776 * sqrt(2.5 / 5))
     assert json.loads(json.dumps(found.as_json()))["points"][0]["kl"]["ci95"]
+
+
+def test_page_sizes_have_the_time_of_a_call(found: AblationResults) -> None:
+    """Other axes have none: they do not change how long a page takes."""
+    assert all(point.attention_us is None for point in found.points)
+    point = replace(found.points[0], axis="page", setting="32")
+    timed, other = with_page_times([point, found.points[1]], 256)
+    assert timed.attention_us is not None
+    assert timed.attention_us > 0
+    assert other == found.points[1]
 
 
 def test_axes_are_drawn(found: AblationResults, tmp_path: Path) -> None:

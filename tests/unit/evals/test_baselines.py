@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -24,8 +26,14 @@ from triptych.evals.methods.baselines import (
     reference_of,
 )
 from triptych.evals.methods.full_cache import FullCache
+from triptych.evals.methods.masked_attention import causal_weights
 from triptych.evals.methods.method_names import parse_methods
-from triptych.evals.methods.page_retrieval import LayerQueries, page_scores, visible_tokens
+from triptych.evals.methods.page_retrieval import (
+    LayerQueries,
+    certified_hits,
+    page_scores,
+    visible_tokens,
+)
 from triptych.evals.metrics.fidelity import compare
 from triptych.evals.studies.runner import Group, Records, evaluate
 from triptych.kernels.select import Rule
@@ -227,3 +235,39 @@ def by_quarters(query: Tensor, keys: Tensor) -> float:
 def test_a_wrong_baseline_is_an_error_that_says_why(names: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         parse_methods(names, Path(), BASE, "float32")
+
+
+@given(seed=st.integers(0, 10_000), page=st.sampled_from([4, 8, 16]), sharp=st.floats(0.1, 4.0))
+@settings(max_examples=60, deadline=None)
+def test_what_boxes_certify_is_never_more_than_what_is_read(
+    seed: int, page: int, sharp: float
+) -> None:
+    """Keys in clusters of a few tokens, so that pages differ; whatever pages are read."""
+    draw = torch.Generator().manual_seed(seed)
+    first, queries, kv_heads, dim = 90, 7, 2, 8
+    tokens = first + queries
+    near = torch.randn(kv_heads, tokens // 5 + 1, dim, generator=draw).repeat_interleave(5, 1)
+    keys = sharp * near[:, :tokens] + torch.randn(kv_heads, tokens, dim, generator=draw)
+    query = torch.randn(kv_heads, 3, queries, dim, generator=draw)
+    weights = causal_weights(query, keys, first)
+    significance = torch.rand(kv_heads, first, generator=draw)
+    step = LayerQueries(
+        query=query, keys=keys, weights=weights, first=first, significance=significance
+    )
+    rule = Rule.of(0.3, 0, 4, 8, 0.0)
+    read = visible_tokens(page_scores("box", step, page), rule, first, tokens, page)
+    certain = certified_hits(step, read, page)
+    hit = (weights * read[:, None]).sum(-1)
+    assert (certain <= hit + 1e-5).all()
+    assert certain.max() > 0
+    every = torch.ones_like(read)
+    torch.testing.assert_close(certified_hits(step, every, page), torch.ones_like(certain))
+
+
+def test_only_pages_in_boxes_are_certified(tiny_model: Path) -> None:
+    (boxes,) = parsed(tiny_model, "quest+keep=0.4+dense_layers=1").run([case()])
+    (others,) = parsed(tiny_model, "moments+keep=0.4+dense_layers=1").run([case()])
+    assert boxes.hit_bound is not None
+    assert boxes.hit is not None
+    assert 0.5 <= boxes.hit_bound <= boxes.hit, "one of two layers reads everything"
+    assert others.hit_bound is None

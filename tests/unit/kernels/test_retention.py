@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from triptych.evals.methods.eviction import EVICTIONS, PromptAttention
-from triptych.kernels.retain import BUDGETS, SCORES, ObservedPrompt
+from triptych.kernels import sums_of_heads
+from triptych.kernels.retain import BUDGETS, SCORES, ObservedPrompt, error_budgets
 
 RULES = {
     "streaming_llm": ("recency", "per_head"),
@@ -143,6 +144,32 @@ def test_tangram_keeps_of_each_head_what_calibration_found_whatever_the_layers_a
     assert mask.sum(-1).tolist() == [[36, 44], [40, 40]]
     last = replace(whole, layers=range(1, 2))
     assert torch.equal(BUDGETS["by_calibration"](scores[1:], last), mask[1:])
+
+
+def test_compresskv_takes_the_heads_that_retrieve_for_all_heads_of_a_layer() -> None:
+    """By hand: of four query heads, 2 and 0 in the first layer and 3 alone in the second."""
+    sums = torch.stack([torch.stack([row(head + 1, tokens=40) for head in range(4)])] * 2)
+    found = sums_of_heads(sums, [(2, 0), (3,)], 2)
+    torch.testing.assert_close(found[0, 0], (sums[0, 2] + sums[0, 0]) / 2)
+    assert torch.equal(found[0, 0], found[0, 1])
+    assert torch.equal(found[1, 1], sums[1, 3])
+    chosen, other = kept("retrieval_attention", "per_head", observed(found[1:], 13))
+    assert chosen == other == [*range(2, 7), *range(32, 40)], "token 4, its neighbours, the window"
+
+
+def test_compresskv_gives_layers_budgets_by_their_errors_within_limits() -> None:
+    """The authors' rule by hand: 40 of 100 tokens on average, 32 at least, 120 at most, so 24 of
+    three layers are left. They divide as 6, 3 and 1 tenths: 14, 7 and 2, and one for the first."""
+    errors = (0.6, 0.3, 0.1)
+    assert error_budgets(errors, 120, 32, 120) == [32 + 15, 32 + 7, 32 + 2]
+    assert error_budgets((1.0, 0.0, 0.0), 600, 32, 300) == [300, 150, 150]
+    scores = torch.rand(3, 2, 100)
+    scores[..., 92:] = float("inf")
+    whole = replace(observed(scores, 40), layer_errors=errors)
+    mask = BUDGETS["by_layer_error"](scores, whole)
+    assert mask.sum(-1).tolist() == [[47, 47], [39, 39], [34, 34]]
+    last = replace(whole, layers=range(2, 3))
+    assert torch.equal(BUDGETS["by_layer_error"](scores[2:], last), mask[2:])
 
 
 @pytest.mark.parametrize("name", RULES)

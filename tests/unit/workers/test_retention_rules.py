@@ -29,7 +29,7 @@ from triptych.workers.models.facts import describe
 RETENTION = (
     *("streaming_llm", "knorm", "keydiff", "h2o"),
     *("snapkv", "pyramidkv", "adakv", "tova"),
-    *("expected_attention", "cake", "kvcrush", "tangram"),
+    *("expected_attention", "cake", "kvcrush", "tangram", "compresskv"),
 )
 TOKENS = 240
 SETTINGS = {
@@ -90,6 +90,12 @@ def measured(observing: Observing, rule: Retention, model: Path) -> Tensor:
     counted = weights[..., -(rule.last_queries or TOKENS) :, :]
     if rule.measured == "attention":
         return counted.sum(3).mean(2)
+    if rule.measured == "retrieval_attention":
+        of_heads = counted.sum(3).flatten(1, 2)
+        chosen = [
+            layer[list(some)].mean(0) for layer, some in zip(of_heads, rule.heads, strict=True)
+        ]
+        return torch.stack(chosen)[:, None].expand(-1, weights.shape[1], -1)
     if rule.measured == "attention_moments":
         return moments(counted)
     return torch.stack([expected(observing, layer, model) for layer in range(len(weights))])
@@ -144,6 +150,7 @@ def test_pages_hold_the_tokens_that_the_rule_keeps(
         of_keys=lambda score: torch.stack([score(keys) for keys in observing.keys]),
         kept=TOKENS // 2,
         head_shares=rule.head_shares,
+        layer_errors=rule.layer_errors,
     )
     sink, leaving = plan.sink_tokens, plan.leaving_tokens(TOKENS)
     always = torch.ones(TOKENS, dtype=torch.bool)
@@ -187,7 +194,7 @@ def test_what_is_kept_does_not_depend_on_chunks_or_on_neighbours(
     assert all(one == answers[0] for one in answers)
 
 
-EARLY = ("pyramidkv", "snapkv", "expected_attention", "cake")
+EARLY = ("pyramidkv", "compresskv", "expected_attention", "cake")
 
 
 def test_layers_that_are_compressed_early_keep_what_all_together_would(tiny_model: Path) -> None:

@@ -27,6 +27,7 @@ COLUMNS = {
     "data": "bytes_data_ratio",
     "all-in": "bytes_all_in_ratio",
     "hit": "attention_hit",
+    "certain": "attention_hit_bound",
     "KL": "kl",
     "KL p99": "kl_p99",
     "top-1": "top1_agreement",
@@ -51,7 +52,20 @@ ANSWERS = {
 QUICK_CONTEXTS = "1024"
 SplitName = Literal["calibration", "evaluation", "test"]
 """As ``evals.data.texts.Split``, which is slow to import."""
-POINTS = ("axis", "setting", "read", "hit", "KL", "+-", "95 %", "top-1", "+-", "perplexity", "+-")
+POINTS = (
+    "axis",
+    "setting",
+    "read",
+    "hit",
+    "us",
+    "KL",
+    "+-",
+    "95 %",
+    "top-1",
+    "+-",
+    "perplexity",
+    "+-",
+)
 
 
 @app.callback()
@@ -278,6 +292,7 @@ def _show_ablated(found: "AblationResults") -> None:
             point.setting,
             point.bytes_read_ratio,
             point.attention_hit.mean if point.attention_hit else None,
+            point.attention_us,
             *(point.kl.mean, point.kl.deviation, _interval(point.kl)),
             *(point.top1_agreement.mean, point.top1_agreement.deviation),
             *(point.perplexity_ratio.mean, point.perplexity_ratio.deviation),

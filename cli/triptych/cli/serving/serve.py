@@ -13,6 +13,7 @@ from triptych.cli.model import fetch_with_progress
 from triptych.cli.output import notes
 from triptych.cli.serving.child import become
 from triptych.cli.serving.panel import start_panel
+from triptych.cli.serving.presets import settings_of
 from triptych.cli.serving.serve_file import default_serve_file, read_http, read_serve_file
 from triptych.cli.serving.serve_model import ModelOptions, is_config_file, write_serve_file
 from triptych.core.config.cache_dirs import set_environment_defaults, set_library_environment
@@ -83,6 +84,13 @@ GenerationConfig = Annotated[
 ChatTemplate = Annotated[
     Path | None, typer.Option(help="File with a Jinja chat template, instead of the model's.")
 ]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        help="Settings of a method of a paper: tinyserve, or one of its baselines tinyserve:"
+        "full_cache, streaming_llm, snapkv, pyramidkv, soft_prune and entropy_stop."
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -105,6 +113,7 @@ def serve(
     enable_prefix_caching: PrefixCaching = None,
     generation_config: GenerationConfig = None,
     chat_template: ChatTemplate = None,
+    preset: Preset = None,
     settings: Settings = None,
 ) -> None:
     """Serve a model, or the applications of a config file, with Ray Serve."""
@@ -121,7 +130,7 @@ def serve(
         enable_prefix_caching=enable_prefix_caching,
         generation_config=generation_config,
         chat_template=chat_template,
-        settings=tuple(settings or ()),
+        settings=(*settings_of(preset), *(settings or ())),
     )
     if model is not None and is_config_file(model):
         if not options.is_empty:

@@ -208,8 +208,9 @@ class CompressorConfig:
     ``leankv`` decides by their share of all attention; ``saw_int4``, ``fp8``, ``kivi``, ``kivi:2``
     and ``kvarn`` store all tokens in formats of their own; ``streaming_llm``, ``knorm``,
     ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``, ``tova``, ``expected_attention``,
-    ``cake``, ``kvcrush`` and ``tangram`` keep ``keep_share`` of a prompt's tokens, in
-    ``high_format``; ``learned:merge``, ``learned:paper`` and ``learned:score`` use networks trained
+    ``cake``, ``kvcrush``, ``tangram`` and ``compresskv`` keep ``keep_share`` of a prompt's tokens,
+    in ``high_format``, and ``h2o:generate`` as many while it generates; ``learned:merge``,
+    ``learned:paper`` and ``learned:score`` use networks trained
     for the model (``learned``); ``module:object`` is a policy of your own (docs/extending.md).
     ``<method>/<method>``, as in ``uniform:k8v4/snapkv``: the second one decides about the tokens of
     images in a prompt. ``auto`` without a profile: ``uniform:k8v4``."""
@@ -265,8 +266,9 @@ class CompressorConfig:
     """First tokens, kept in 8 bits (K8V8) and rounded up to whole small pages (attention sinks)."""
 
     score_every_tokens: int = 8
-    """``diffkv``: output tokens between two measurements of the attention that each token receives;
-    0: no measurement, every token that leaves the window is high."""
+    """``diffkv`` and ``h2o:generate``: output tokens between two measurements of the attention that
+    each token receives; 0 (``diffkv``): no measurement, every token that leaves the window is
+    high."""
 
     floor: Literal["low", "high"] = "low"
     """Lowest class that may store tokens of requests: ``low`` (as the policy decides; while memory

@@ -28,13 +28,15 @@ Need = Literal[
     "queries",
     "attention_moments",
     "query_statistics",
+    "retrieval_heads",
     "calibration",
     "training",
 ]
 """``attention_sums``: the attention that each prompt token received; ``queries``: its attention
 from the last queries of the prompt alone; ``attention_moments``: mean and variance of that;
-``query_statistics``: mean and covariance of the prompt's queries before RoPE; ``calibration``: a
-compression profile; ``training``: an artefact of a training run."""
+``query_statistics``: mean and covariance of the prompt's queries before RoPE; ``retrieval_heads``:
+a compression profile that names heads which retrieve; ``calibration``: a compression profile;
+``training``: an artefact of a training run."""
 Trait = Literal[
     "drops_tokens",
     "requantizes_tokens",
@@ -60,11 +62,14 @@ PROVIDED: frozenset[Need] = frozenset(
 the RoPE frequencies of the model, which are known for plain layers."""
 WITH_PROFILE: frozenset[Need] = PROVIDED | frozenset[Need]({"calibration"})
 """What a server with a compression profile provides."""
+WITH_RETRIEVAL_HEADS: frozenset[Need] = WITH_PROFILE | frozenset[Need]({"retrieval_heads"})
+"""What it provides if the profile names the heads of the model that retrieve."""
 TRAIN: Mapping[Modality, str] = {TEXT: "triptych train", IMAGE: "triptych train compressor --chats"}
 """Commands that train networks."""
 WAYS_OUT: Mapping[Need, str] = {
     "training": "run '{train}' for this model, and name the file in compressor.learned",
     "calibration": "run 'triptych calibrate' for this model",
+    "retrieval_heads": "run 'triptych retrieval' for this model",
 }
 
 

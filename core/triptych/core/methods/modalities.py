@@ -74,7 +74,8 @@ def _reads_scores(policy: Policy) -> bool:
 def _scores_of(policy: Policy) -> tuple[object, ...]:
     """The source of a policy's token scores: a network, or the queries whose attention counts."""
     rule = policy.observing_rule
-    return (policy.scorer, rule and (rule.last_queries, rule.measured))
+    measured = rule and (rule.last_queries, rule.measured, rule.while_generating)
+    return (policy.scorer, measured)
 
 
 def _refuse(name: str, reason: str) -> None:

@@ -8,7 +8,13 @@ from triptych.core.config.stages import SEPARATOR, parts_of_name
 from triptych.core.errors import ConfigError
 from triptych.core.images import IMAGE, TEXT, Modality
 from triptych.core.layout import FORMATS, page_format
-from triptych.core.methods.composition import PROVIDED, WITH_PROFILE, Method
+from triptych.core.methods.composition import (
+    PROVIDED,
+    WITH_PROFILE,
+    WITH_RETRIEVAL_HEADS,
+    Method,
+    Need,
+)
 from triptych.core.methods.learned_files import LearnedFile, NetworkKind
 from triptych.core.methods.modalities import by_modality
 from triptych.core.plugins import POLICY_NAMES
@@ -34,6 +40,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "knorm": "triptych.core.methods.retention.knorm:METHOD",
         "keydiff": "triptych.core.methods.retention.keydiff:METHOD",
         "h2o": "triptych.core.methods.retention.h2o:METHOD",
+        "h2o:generate": "triptych.core.methods.retention.h2o:WHILE_GENERATING",
         "snapkv": "triptych.core.methods.retention.snapkv:METHOD",
         "pyramidkv": "triptych.core.methods.retention.pyramidkv:METHOD",
         "adakv": "triptych.core.methods.retention.adakv:METHOD",
@@ -42,6 +49,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "cake": "triptych.core.methods.retention.cake:METHOD",
         "kvcrush": "triptych.core.methods.retention.kvcrush:METHOD",
         "tangram": "triptych.core.methods.retention.tangram:METHOD",
+        "compresskv": "triptych.core.methods.retention.compresskv:METHOD",
     },
 )
 """Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``
@@ -91,7 +99,7 @@ def offered_methods(
     """Names of all methods that a server can offer, plug-ins left out.
 
     ``learned``: files of networks for the model; a method that needs another one is left out, and
-    so is one that needs head budgets which ``profile`` does not have.
+    so is one that needs head budgets or retrieval heads which ``profile`` does not have.
     """
     kinds = _networks_for(TEXT, learned).keys()
     uniform = [f"uniform:{form}" for form in FORMATS if not page_format(form).codes_whole_pages]
@@ -99,8 +107,7 @@ def offered_methods(
     for name in METHODS.builtin:
         method = METHODS.load(name)
         assert isinstance(method, Method)
-        has_budgets = "calibration" not in method.needs or bool(profile and profile.spread)
-        if has_budgets and all(
+        if _is_calibrated(method, profile) and all(
             part.network is None or part.network in kinds for part in method.parts
         ):
             found += uniform if name == "uniform" else [name]
@@ -136,7 +143,7 @@ def _of_one_method(
         policy.check()
         return policy
     networks = _networks_for(modality, learned)
-    found.check_needs(WITH_PROFILE if profile else PROVIDED, networks, modality)
+    found.check_needs(_provided(profile), networks, modality)
     files = {part.role: networks[part.network] for part in found.parts if part.network}
     policy = replace(
         found.policy(config, profile),
@@ -146,6 +153,20 @@ def _of_one_method(
     )
     policy.check()
     return policy
+
+
+def _provided(profile: Profile | None) -> frozenset[Need]:
+    """What a server with this profile provides."""
+    if profile is None:
+        return PROVIDED
+    return WITH_RETRIEVAL_HEADS if profile.retrieval_heads else WITH_PROFILE
+
+
+def _is_calibrated(method: Method, profile: Profile | None) -> bool:
+    """Whether the profile has what calibration finds for a method, if it needs anything."""
+    if "retrieval_heads" in method.needs:
+        return bool(profile and profile.retrieval_heads)
+    return "calibration" not in method.needs or bool(profile and profile.spread)
 
 
 def _networks_for(

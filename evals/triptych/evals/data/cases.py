@@ -54,6 +54,9 @@ class Outcome:
     footprint: Footprint
     hit: float | None = None
     """Share of all attention on the tokens read, for methods with masks."""
+    hit_bound: float | None = None
+    """A lower bound of that share which needs no weights of what is not read, for pages in
+    boxes."""
 
 
 class Method(Protocol):

@@ -35,7 +35,7 @@ KEPT = (0.5, 0.25)
 """Shares of the tokens that retention rules keep."""
 RETENTION = (
     *("snapkv", "h2o", "tova", "adakv", "pyramidkv", "streaming_llm", "knorm"),
-    *("keydiff", "expected_attention", "cake", "kvcrush", "tangram"),
+    *("keydiff", "expected_attention", "cake", "kvcrush", "tangram", "compresskv"),
 )
 """Served, in K8V4."""
 PRUNED = ("snapkv", "h2o", "mean_attention", "pyramidkv", "streaming_llm", "knorm")

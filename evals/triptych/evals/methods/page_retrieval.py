@@ -9,6 +9,7 @@ the ranking alone, for all queries of a text at once.
 """
 
 from dataclasses import dataclass
+from math import log
 from typing import Literal
 
 import torch
@@ -80,6 +81,33 @@ def _received(queries: LayerQueries, full: int, page_tokens: int) -> Tensor:
     scores = torch.full((len(sums), full), float("inf"))
     scores[:, :known] = sums
     return scores[:, None].expand(-1, queries.query.shape[2], -1)
+
+
+def certified_hits(queries: LayerQueries, read: Tensor, page_tokens: int) -> Tensor:
+    """The least share of its attention that each query can have on the tokens that it reads.
+
+    No key of a page that is not read has a logit above the corner of the page's box, so these
+    tokens have at most ``page_tokens exp(corner)`` of a page each beside what was read. The bound
+    holds for every query; boxes are so wide that it is mostly near 0 (docs/log.md). The error of
+    attention's output is at most twice what is missing from 1, times the largest norm of a value.
+
+    Shapes:  read bool [KH, T, n], whole pages of ``page_tokens`` -> [KH, G, T]
+    Source:  TinyServe, section 3.6 (error of the estimator; its bound takes an upper bound for an
+             unbiased estimate, this one does not)
+    """
+    full = queries.keys.shape[1] // page_tokens
+    tokens, group = queries.keys.shape[1], queries.query.shape[1]
+    position = queries.first + torch.arange(queries.query.shape[2])[:, None]
+    logits = queries.query @ queries.keys[:, None].mT
+    is_read = (read & (torch.arange(tokens) <= position))[:, None].expand(-1, group, -1, -1)
+    got = logits.masked_fill(~is_read, float("-inf")).logsumexp(-1)
+    pages = queries.keys[:, : full * page_tokens].unflatten(1, (full, page_tokens))
+    most, least = pages.amax(2)[:, None], pages.amin(2)[:, None]
+    corners = queries.query.relu() @ most.mT + queries.query.clamp(max=0) @ least.mT
+    is_whole = (torch.arange(full) + 1) * page_tokens - 1 <= position
+    omitted = is_whole & ~read[..., : full * page_tokens : page_tokens]
+    corners = corners.masked_fill(~omitted[:, None], float("-inf"))
+    return (got - corners.logsumexp(-1) - log(page_tokens)).sigmoid()
 
 
 def masked_scores(scores: Tensor, rule: Rule, first: int, tokens: int, page_tokens: int) -> Tensor:

@@ -11,13 +11,17 @@ from triptych.core.errors import ConfigError
 from triptych.evals.methods.baselines import BASELINES
 from triptych.evals.studies.report import Row, TaskRow
 from triptych.evals.studies.study import Prepared, Results, Study, measure, prepare, report
+from triptych.kernels.bench.selection import run_selection
 
-BASE = "moments+keep=0.3"
+PAGE_AXIS = "page"
+KEEP = 0.3
+"""Share of the pages that the base reads."""
+BASE = f"moments+keep={KEEP}"
 """Base of the page selection axes: pages of 16 tokens, 2 dense layers, 4 sink tokens, window 64."""
 DEFAULT = "default"
 
 AXES: dict[str, dict[str, str]] = {
-    "page": {str(n): f"{BASE}+page={n}" if n != 16 else BASE for n in (4, 8, 16, 32, 64)},
+    PAGE_AXIS: {str(n): f"{BASE}+page={n}" if n != 16 else BASE for n in (4, 8, 16, 32, 64)},
     "keep": {f"{k:g}": f"moments+keep={k:g}" for k in (0.1, 0.2, 0.3, 0.5, 0.75, 1.0)},
     "rank": {
         "box": "quest+keep=0.3",
@@ -144,6 +148,9 @@ class Point:
     kl: SeedStats
     top1_agreement: SeedStats
     perplexity_ratio: SeedStats
+    attention_us: float | None = None
+    """Microseconds of selection and attention of one layer of one request in such pages, at the
+    context of the ablation; None where the axis is not that of the page size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +207,9 @@ def ablate(plan: Ablation, begin: Begin, advance: Advance) -> AblationResults:
     known = ("model", "model_revision", "text_hash", "default_compressor")
     return AblationResults(
         conditions={key: found[0].conditions[key] for key in known} | settings,
-        points=points_of(plan.axes, [one.rows for one in found if one.rows]),
+        points=with_page_times(
+            points_of(plan.axes, [one.rows for one in found if one.rows]), plan.context
+        ),
         scores=scores_of([one.tasks for one in found if one.tasks]),
     )
 
@@ -224,6 +233,30 @@ def points_of(axes: Sequence[str], seeds: Sequence[Sequence[Row]]) -> list[Point
         _point(axis, label, name, by_name[name])
         for axis in (axes if seeds else ())
         for label, name in AXES[axis].items()
+    ]
+
+
+def with_page_times(points: Sequence[Point], context: int) -> list[Point]:
+    """Add the time of a call to the points of the axis of page sizes.
+
+    Pages are in K8V4, in the shape of a layer of the default model: the rankings of the ablation
+    itself run on unquantized keys without pages, so their own time says nothing.
+    """
+    sizes = [int(point.setting) for point in points if point.axis == PAGE_AXIS]
+    if not sizes:
+        return list(points)
+    rows = run_selection(
+        formats=["k8v4"],
+        batches=[1],
+        contexts=[context],
+        keeps=[KEEP],
+        budgets=[],
+        page_tokens=sizes,
+    )
+    times = {str(size): row.selected_ms * 1e3 for size, row in zip(sizes, rows, strict=True)}
+    return [
+        replace(point, attention_us=times[point.setting]) if point.axis == PAGE_AXIS else point
+        for point in points
     ]
 
 

@@ -31,6 +31,8 @@ class Row:
     bytes_all_in_ratio: float
     attention_hit: float | None
     """Share of all attention on the tokens that the method reads, where it is known."""
+    attention_hit_bound: float | None
+    """What is certain of that share from the summaries of the pages that it does not read."""
     summary: Summary
     kl_over_first_ci95: Interval | None
     """Paired 95 % interval of this method's KL less that of the first method that is not full."""
@@ -69,13 +71,16 @@ def _row(name: str, context: Context, ours: list[list[Record]], first: list[list
     pairs = zip(means, kl_means([_steps(one) for one in first]), strict=True)
     prints = [record.footprint for one in ours for record in one]
     full = sum(one.full_bytes for one in prints)
-    hits = [record.hit for one in ours for record in one if record.hit is not None]
+    every = [record for one in ours for record in one]
+    hits = [record.hit for record in every if record.hit is not None]
+    bounds = [record.hit_bound for record in every if record.hit_bound is not None]
     return Row(
         method=name,
         context=context,
         bytes_data_ratio=sum(one.data_bytes for one in prints) / full,
         bytes_all_in_ratio=sum(one.all_in_bytes for one in prints) / full,
         attention_hit=_mean(hits) if hits else None,
+        attention_hit_bound=_mean(bounds) if bounds else None,
         summary=summarize(steps),
         kl_over_first_ci95=bootstrap([a - b for a, b in pairs]),
         kl_by_document=tuple(round(mean, 6) for mean in means),

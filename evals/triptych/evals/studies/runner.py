@@ -37,6 +37,8 @@ class Record:
     footprint: Footprint
     hit: float | None = None
     """As in ``Outcome``."""
+    hit_bound: float | None = None
+    """As in ``Outcome``."""
 
 
 Records = dict[str, list[Record]]
@@ -127,6 +129,7 @@ def _records(
             tokens=outcome.tokens,
             footprint=outcome.footprint,
             hit=outcome.hit,
+            hit_bound=outcome.hit_bound,
         )
         for case, logits, outcome in zip(cases, full, outcomes, strict=True)
     ]

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from triptych.core.errors import TriptychError
-from triptych.core.layout import KeyOrder, PageLayout, default_page_bytes, page_format
+from triptych.core.layout import (
+    ALIGN_BYTES,
+    KeyOrder,
+    PageLayout,
+    default_page_bytes,
+    page_format,
+)
 from triptych.kernels.codec import move_tokens, store_tokens
 from triptych.kernels.decode import decode_attention
 from triptych.kernels.pages import Section
@@ -105,12 +111,22 @@ def run(
 
 
 def build_case(
-    shape: Shape, name: str, query: Tensor, context: int, key_order: KeyOrder = "channel"
+    shape: Shape,
+    name: str,
+    query: Tensor,
+    context: int,
+    key_order: KeyOrder = "channel",
+    page_tokens: int = 0,
 ) -> Case:
-    """Store random tokens for each request of ``query`` [R, H, d], in pages in random order."""
+    """Store random tokens for each request of ``query`` [R, H, d], in pages in random order.
+
+    ``page_tokens``: tokens of a page of the first format; 0: as many as in pages of the server.
+    """
     batch, device = len(query), query.device
     page_bytes = default_page_bytes(shape.head_dim)
-    parts = list(_parts(name, shape.head_dim, context, key_order))
+    if page_tokens:
+        page_bytes = page_bytes_of(name.partition("+")[0], shape.head_dim, page_tokens)
+    parts = list(_parts(name, shape.head_dim, context, key_order, page_bytes))
     pages = sum(part.pool_pages for part in parts)
     head_rows = batch * shape.kv_heads
     arena = torch.zeros(head_rows * pages, page_bytes, dtype=torch.uint8, device=device)
@@ -149,7 +165,18 @@ class _Part:
         return ids[..., : self.layout.pages(self.count)].contiguous()
 
 
-def _parts(name: str, head_dim: int, context: int, key_order: KeyOrder) -> Iterator[_Part]:
+def page_bytes_of(name: str, head_dim: int, tokens: int) -> int:
+    """The smallest page of a format that holds so many tokens, in bytes.
+
+    Raises: ConfigError if it is no page format
+    """
+    used = PageLayout(page_format(name), head_dim, ALIGN_BYTES << 16).used_bytes(tokens)
+    return -(-used // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _parts(
+    name: str, head_dim: int, context: int, key_order: KeyOrder, page_bytes: int
+) -> Iterator[_Part]:
     """Layouts and tokens of the sections of a request.
 
     Tokens that do not fill a page of a format whose pages are encoded whole are in K8V8 pages, as
@@ -159,9 +186,10 @@ def _parts(name: str, head_dim: int, context: int, key_order: KeyOrder) -> Itera
     if name in served_layouts(head_dim):
         yield from _parts_of(served_layouts(head_dim)[name], context, key_order)
         return
-    names, page_bytes = name.split("+"), default_page_bytes(head_dim)
-    layouts = [PageLayout(page_format(part), head_dim, page_bytes, key_order) for part in names]
-    share, left = context // len(names), context
+    layouts = [
+        PageLayout(page_format(part), head_dim, page_bytes, key_order) for part in name.split("+")
+    ]
+    share, left = context // len(layouts), context
     for layout in layouts:
         count = left if layout is layouts[-1] else share
         count -= count % layout.tokens if layout.format.codes_whole_pages else 0

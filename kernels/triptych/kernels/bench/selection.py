@@ -40,10 +40,16 @@ class SelectionRow:
     format: str
     batch: int
     context: int
+    page_tokens: int
+    """Tokens of a page of the first format."""
     rule: str
     """``keep 0.3`` or ``budget 2048``."""
+    pages: int
+    """Pages of all head rows."""
     pages_read: float
-    """Share of the pages, including those that are always read."""
+    """Share of them that is read, including those that are always read."""
+    tokens_read: int
+    """Tokens in the pages that are read."""
     selected_ms: float
     """Fastest page selection and attention together."""
     selected_median_ms: float
@@ -128,9 +134,9 @@ class SelectionCase:
         """Bytes of the summaries of ``TILE_PAGES`` pages."""
         return tile_bytes(self.summaries[0].kind, self.case.query.shape[2])
 
-    def listed_bytes(self) -> int:
-        """Bytes that attention reads of listed pages, and bytes of the scored summary tiles."""
-        total = 0
+    def listed(self) -> tuple[int, int]:
+        """Tokens of listed pages; bytes that attention reads of them and of scored summaries."""
+        total, every = 0, 0
         batch, heads = self.page_lists.counts.shape
         for request, head in product(range(batch), range(heads)):
             count = int(self.page_lists.counts[request, head])
@@ -139,11 +145,12 @@ class SelectionCase:
                 tokens, room = int(section.tokens[request, head]), section.layout.tokens
                 pages = section.layout.pages(tokens)
                 inside = listed[(listed >= first) & (listed < first + pages)] - first
-                held = (tokens - inside * room).clamp(max=room).sum()
-                total += round(int(held) * section.layout.read_bytes)
+                held = int((tokens - inside * room).clamp(max=room).sum())
+                every += held
+                total += round(held * section.layout.read_bytes)
                 total += _tiles(section, tokens) * self.tile_bytes
                 first += pages
-        return total
+        return every, total
 
     def formula_bytes(self) -> int:
         """Expected bytes: all summaries, pages that are always read, and a share of the others.
@@ -206,6 +213,7 @@ def run_selection(
     contexts: Sequence[int] = (4096, 8192),
     keeps: Sequence[float] = (0.3,),
     budgets: Sequence[int] = (2048,),
+    page_tokens: Sequence[int] = (0,),
     *,
     shape: Shape | None = None,
     repeats: int = 30,
@@ -213,16 +221,18 @@ def run_selection(
 ) -> list[SelectionRow]:
     """Measure every combination, on the CPU interleaved, on a GPU as replayed CUDA graphs.
 
+    ``page_tokens``: tokens of a page of the first format; 0: as many as in pages of the server.
+
     Raises:  TriptychError if a backend disagrees with the reference over the chosen pages
     """
     shape = shape or Shape()
     rules = [(f"keep {keep:g}", Rule.of(keep)) for keep in keeps]
     rules += [(f"budget {tokens}", Rule.of(0.0, tokens)) for tokens in budgets]
     rows: list[SelectionRow] = []
-    for batch, context, name in product(batches, contexts, formats):
+    for batch, context, name, room in product(batches, contexts, formats, page_tokens):
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         query = torch.randn(batch, shape.heads, shape.head_dim, device=device).to(dtype)
-        whole = build_case(shape, name, query, context)
+        whole = build_case(shape, name, query, context, page_tokens=room)
         for kind, (label, rule) in product(methods, rules):
             case = SelectionCase.of(whole, kind, rule, context)
             for backend in backends:
@@ -250,15 +260,19 @@ def _measure(
         whole, selected, select = (device_seconds(call, repeats) for call in calls)
     else:
         whole, selected, select = in_turns(calls, repeats)
-    read = int(case.page_lists.counts.sum())
+    read, pages = int(case.page_lists.counts.sum()), case.pages()
+    tokens_read, bytes_read = case.listed()
     return SelectionRow(
         backend=backend,
         method=kind,
         format=name,
         batch=len(case.case.query),
         context=int(case.positions[0]) + 1,
+        page_tokens=case.case.sections[0].layout.tokens,
         rule=label,
-        pages_read=read / case.pages(),
+        pages=pages,
+        pages_read=read / pages,
+        tokens_read=tokens_read,
         selected_ms=min(selected) * 1e3,
         selected_median_ms=median(selected) * 1e3,
         select_ms=min(select) * 1e3,
@@ -266,7 +280,7 @@ def _measure(
         whole_median_ms=median(whole) * 1e3,
         speedup=min(whole) / min(selected),
         speedup_median=median(whole) / median(selected),
-        bytes_read=case.listed_bytes(),
+        bytes_read=bytes_read,
         bytes_formula=case.formula_bytes(),
         bytes_whole=case.case.read_bytes,
     )

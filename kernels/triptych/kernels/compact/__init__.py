@@ -1,11 +1,11 @@
 """Ops that assign tokens to high, low or dropped, and plan the place of each in its class."""
 
-from triptych.kernels.compact import reference, retire
+from triptych.kernels.compact import evict, reference, retire
 from triptych.kernels.compact.mass import mass_limits
 from triptych.kernels.compact.retire import Retirement
 from triptych.kernels.op import Op
 
-__all__ = ["Retirement", "mass_limits", "plan_retirement", "plan_tokens"]
+__all__ = ["Retirement", "mass_limits", "plan_eviction", "plan_retirement", "plan_tokens"]
 
 plan_tokens = Op(
     name="plan_tokens",
@@ -23,5 +23,14 @@ plan_retirement = Op(
     fast={
         "cpu": "triptych.kernels.compact.cpu:plan_retirement",
         "cuda": "triptych.kernels.compact.gpu:plan_retirement",
+    },
+)
+
+plan_eviction = Op(
+    name="plan_eviction",
+    spec=evict.plan_eviction,
+    fast={
+        "cpu": "triptych.kernels.compact.evict_rows:plan_eviction",
+        "cuda": "triptych.kernels.compact.evict_rows:plan_eviction",
     },
 )

@@ -7,9 +7,17 @@ from triptych.kernels.prefill.significance import (
     largest_sums,
     mean_sums,
     significance_of,
+    sums_of_heads,
 )
 
-__all__ = ["ALWAYS_HIGH", "largest_sums", "mean_sums", "prefill_attention", "significance_of"]
+__all__ = [
+    "ALWAYS_HIGH",
+    "largest_sums",
+    "mean_sums",
+    "prefill_attention",
+    "significance_of",
+    "sums_of_heads",
+]
 
 prefill_attention = Op(
     name="prefill_attention",

@@ -1,5 +1,7 @@
 """Token significance from column sums of attention; compression policies compare it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,17 @@ def mean_sums(sums: Tensor, num_kv_heads: int) -> Tensor:
     """
     *shape, heads, keys = sums.shape
     return sums.reshape(*shape, num_kv_heads, heads // num_kv_heads, keys).mean(-2)
+
+
+def sums_of_heads(sums: Tensor, heads: Sequence[Sequence[int]], num_kv_heads: int) -> Tensor:
+    """The mean column sum of some query heads of each layer, the same for all KV heads.
+
+    Shapes:  sums [l, H, N]; heads: l times some of H -> [l, KH, N]
+    Dtypes:  float32
+    Source:  CompressKV (retrieval heads choose the tokens of all heads of a layer)
+    """
+    layers = [layer[list(some)].mean(0) for layer, some in zip(sums, heads, strict=True)]
+    return torch.stack(layers)[:, None].expand(-1, num_kv_heads, -1).contiguous()
 
 
 def significance_of(sums: Tensor, tokens: int, num_kv_heads: int) -> Tensor:

@@ -7,7 +7,13 @@ from triptych.kernels.retain.expected_attention import (
     mean_rotation,
 )
 from triptych.kernels.retain.observed_prompt import KeyScore, ObservedPrompt
-from triptych.kernels.retain.retention_budgets import BUDGETS, divided, largest, pyramid_budgets
+from triptych.kernels.retain.retention_budgets import (
+    BUDGETS,
+    divided,
+    error_budgets,
+    largest,
+    pyramid_budgets,
+)
 from triptych.kernels.retain.retention_scores import (
     POOL_TOKENS,
     SCORES,
@@ -27,6 +33,7 @@ __all__ = [
     "KeyScore",
     "ObservedPrompt",
     "divided",
+    "error_budgets",
     "expected_attention",
     "largest",
     "layer_preferences",

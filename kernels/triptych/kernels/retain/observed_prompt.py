@@ -21,8 +21,9 @@ class ObservedPrompt:
     model_layers: int
     attention: Tensor
     """What prefill measured: sums of the attention that each token received from the queries that
-    count, mean over the query heads of a KV head, or a score made of moments or statistics; [l, KH,
-    N] float32. Whatever stands there if the rule needs none."""
+    count, mean over the query heads of a KV head or over the retrieval heads of a layer, or a score
+    made of moments or statistics; [l, KH, N] float32. Whatever stands there if the rule needs
+    none."""
     of_keys: Callable[[KeyScore], Tensor]
     """Applies a function to the keys of each layer, [l, KH, N]: few rules need keys, and no rule
     those of all layers at once."""
@@ -30,3 +31,5 @@ class ObservedPrompt:
     """Mean number of tokens of a head row that are kept."""
     head_shares: Sequence[float] = ()
     """Share of each head row of the model, if calibration has found it."""
+    layer_errors: Sequence[float] = ()
+    """Error of each layer of the model when it keeps few tokens, if calibration has found it."""

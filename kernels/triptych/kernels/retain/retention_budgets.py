@@ -19,6 +19,11 @@ SAFE_SHARE = 0.2
 REPRESENTED_SHARE = 0.25
 """KVCrush's share of the budget for tokens that stand for others."""
 
+LEAST_TOKENS = 32
+"""CompressKV's least budget of a layer."""
+MOST_TIMES = 3
+"""CompressKV's largest budget of a layer, in multiples of the mean."""
+
 Budget = Callable[[Tensor, ObservedPrompt], Tensor]
 """From scores [l, KH, N] to the tokens that are kept, bool [l, KH, N]."""
 
@@ -114,11 +119,25 @@ def by_calibration(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
     return torch.stack(kept).view_as(scores)
 
 
+def by_layer_error(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """Fixed budgets of layers, by the error that calibration found when they keep few tokens.
+
+    Source: CompressKV (error-aware budgets)
+    """
+    always = int(scores[0, 0].isinf().sum())
+    least = min(prompt.kept, max(LEAST_TOKENS, always))
+    most = min(prompt.tokens, MOST_TIMES * prompt.kept)
+    total = prompt.kept * prompt.model_layers
+    budgets = error_budgets(prompt.layer_errors, total, least, most)
+    rows = zip(scores, (budgets[layer] for layer in prompt.layers), strict=True)
+    return torch.stack([largest(row, count) for row, count in rows])
+
+
 BUDGETS: Mapping[str, Budget] = {
     budget.__name__: budget
     for budget in (
         *(per_head, per_layer, across_heads, by_preference, with_representatives),
-        by_calibration,
+        *(by_calibration, by_layer_error),
     )
 }
 """Budgets by name."""
@@ -142,6 +161,34 @@ def divided(total: int, weights: Sequence[float], most: int) -> list[int]:
         for rank, index in enumerate(free):
             parts[index] = min(most, parts[index] + share + (rank < more))
     return parts
+
+
+def error_budgets(errors: Sequence[float], total: int, least: int, most: int) -> list[int]:
+    """Tokens of each layer: ``least``, and the rest in proportion to the errors, at most ``most``.
+
+    What is missing or too much is given or taken one by one: given to layers with large errors
+    first, taken from those with small ones first.
+
+    Source: CompressKV, the authors' code (``error_aware_layer_budget_allocation``)
+
+    >>> error_budgets([3.0, 1.0, 0.0], total=300, least=20, most=150)
+    [150, 105, 45]
+    """
+    layers, whole = len(errors), sum(errors)
+    shares = [error / whole if whole > 0 else 1 / layers for error in errors]
+    rest = total - least * layers
+    found = [min(most, max(least, least + round(share * rest))) for share in shares]
+    order = sorted(range(layers), key=lambda layer: -shares[layer])
+    left = total - sum(found)
+    while left:
+        step = 1 if left > 0 else -1
+        free = [one for one in order[::step] if least <= found[one] + step <= most]
+        if not free:
+            break
+        for layer in free[: abs(left)]:
+            found[layer] += step
+        left -= step * min(len(free), abs(left))
+    return found
 
 
 def pyramid_budgets(layers: int, tokens: int, budget: int) -> list[int]:

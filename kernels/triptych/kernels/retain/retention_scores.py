@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triptych.core.methods.retention.kept_share import MOMENT_QUERIES, WINDOW_QUERIES
+from triptych.core.methods.retention.kept_share import (
+    MOMENT_QUERIES,
+    RETRIEVAL_QUERIES,
+    WINDOW_QUERIES,
+)
 from triptych.kernels.retain.attention_moments import CARRIERS
 from triptych.kernels.retain.expected_attention import FIRST_TOKENS
 from triptych.kernels.retain.observed_prompt import ObservedPrompt
@@ -89,6 +93,18 @@ def shifting_attention(prompt: ObservedPrompt) -> Tensor:
     return _pooled(prompt, min(max(CARRIERS, min(MOMENT_QUERIES, prompt.kept)), prompt.tokens))
 
 
+def retrieval_attention(prompt: ObservedPrompt) -> Tensor:
+    """The attention from the last 8 queries of the retrieval heads of a layer, a mean over five
+    neighbours; the window is kept.
+
+    Prefill has taken the mean over these heads (``sums_of_heads``).
+
+    Source: CompressKV (retrieval heads choose the tokens of a layer), pooled as in the authors'
+            code
+    """
+    return _pooled(prompt, min(RETRIEVAL_QUERIES, prompt.kept, prompt.tokens))
+
+
 def last_attention(prompt: ObservedPrompt) -> Tensor:
     """The attention from the last query, the mean over all heads of a layer; it is kept itself.
 
@@ -127,7 +143,7 @@ SCORES: Mapping[str, Score] = {
     for score in (
         *(recency, key_norm, key_difference),
         *(heavy_hitters, window_attention, last_attention),
-        *(expected, shifting_attention),
+        *(expected, shifting_attention, retrieval_attention),
     )
 }
 """Scores by name."""

@@ -46,8 +46,9 @@ def retained(
         model_layers=plan.geometry.layers,
         attention=scores.flatten(1)[:, :tokens].reshape(len(layers), kv_heads, tokens),
         of_keys=lambda score: _of_keys(score, memory, plan, raw, tokens, layers),
-        kept=round(rule.keep_share * concerned.size),
+        kept=rule.most_tokens(concerned.size),
         head_shares=rule.head_shares,
+        layer_errors=rule.layer_errors,
     )
     always = torch.ones(tokens, dtype=torch.bool, device=there.name)
     always[there.put(competing).long()] = False

@@ -249,6 +249,7 @@ class RequestHandover:
             plugins,
             selection_for(self._selection, plugin_overrides),
             alphas=_alphas(request.floor, plan.policy, set_to.get(ALPHA_LOW, 0.0)),
+            most_tokens=_most_tokens(request, plan.policy),
             exit_entropy=set_to.get(EXIT_ENTROPY, 0.0),
             exit_layers=max(1, round(set_to.get(EXIT_DEPTH, 1.0) * plan.geometry.layers)),
         )
@@ -327,3 +328,10 @@ def _alphas(floor: Floor, policy: Policy, least_alpha_low: float) -> tuple[float
         return 0.0, 0.0
     alpha_high, alpha_low = policy.answer_alphas
     return alpha_high, min(max(alpha_low, least_alpha_low), alpha_high)
+
+
+def _most_tokens(request: Request, policy: Policy) -> int:
+    """Tokens that each head row keeps while the answer is generated; 0: all of them."""
+    if request.floor == "high" or policy.retention is None or not policy.evicts_output:
+        return 0
+    return policy.retention.most_tokens(len(request.prompt))

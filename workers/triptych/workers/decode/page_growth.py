@@ -89,7 +89,8 @@ class PageGrowth:
         """
         self._expire(full)
         slots, seen, tables = _slots(full), [one.position for one in full], full[0].tables
-        retirement = window.prepare(slots, seen, alphas)
+        most = [one.options.most_tokens for one in full]
+        retirement = window.prepare(slots, seen, alphas, most)
         gone = set[RunningRequest]()
         for failure in self._grow(full, slots, tables.classes, retirement.plan.counts):
             gone.add(failure[0])

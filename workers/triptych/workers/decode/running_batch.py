@@ -31,6 +31,8 @@ class StepOptions:
     """Its page selection; None: it reads all pages."""
     alphas: tuple[float, float]
     """``alpha_high`` and ``alpha_low`` of its output tokens; (0, 0): all stay high."""
+    most_tokens: int
+    """Tokens that a head row keeps while it generates; 0: all, or as thresholds decide."""
     exit_entropy: float
     """Entropy in nats below which its tokens exit early; 0: never."""
     exit_layers: int

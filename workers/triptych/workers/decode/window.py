@@ -2,8 +2,9 @@
 
 So many recent pages retire at a time that they free the bytes of a high page, once none of their
 tokens is in the window. Their tokens are encoded in the high format, and less significant high
-tokens are downgraded or dropped (``plan_retirement``). All head rows of all slots are planned and
-moved together.
+tokens are downgraded or dropped: by thresholds (``plan_retirement``), or, for methods that keep a
+budget while they generate, those with the least attention (``plan_eviction``). All head rows of all
+slots are planned and moved together.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.kernels import Retirement, block_table_ops, move_tokens, plan_retirement
+from triptych.kernels import (
+    Retirement,
+    Section,
+    block_table_ops,
+    move_tokens,
+    plan_eviction,
+    plan_retirement,
+)
 from triptych.workers.decode.checkpoint import LOWERED, Checkpoint
 from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
@@ -45,6 +53,8 @@ NONE = -1
 """No place: a token that is not downgraded (``Retirement``)."""
 RECENT, HIGH, LOW = range(3)
 """Tables of a method that compresses."""
+EVERY_TOKEN = 2**30
+"""A budget that no sequence reaches."""
 
 
 class Window:
@@ -88,31 +98,63 @@ class Window:
         return self.recent.length(slot) >= self._full_tokens
 
     def prepare(
-        self, slots: Ids, seen: Sequence[int], alphas: tuple[float, float]
+        self,
+        slots: Ids,
+        seen: Sequence[int],
+        alphas: tuple[float, float],
+        most: Sequence[int] = (),
     ) -> RetirementPlan:
         """Plan the retirement of the pages behind the sink; ``seen``: tokens of each request.
 
-        ``alphas``: ``alpha_high`` and ``alpha_low`` of these requests.
+        ``alphas``: ``alpha_high`` and ``alpha_low`` of these requests. ``most``: tokens that a head
+        row of each keeps while it generates; 0, or no numbers: all.
 
         The tokens of the pages become high. As many older tokens leave the high window and are
         classified by significance: their positions are a fixed distance behind those of the pages.
+        With ``most`` those with the least attention are dropped instead.
         """
         layers, _, kv_heads, _ = self.recent.pages.shape
-        alpha_high, alpha_low = alphas
-        sections, put = self.sections, self.memory.device.put
-        sections.renew(slots)
-        plan = plan_retirement(
+        self.sections.renew(slots)
+        rows = self._retiring_rows(slots, seen)
+        if any(most):
+            plan = self._evict(rows, np.array(seen, np.int32), np.array(most, np.int32))
+        else:
+            plan = self._classify(rows, *alphas)
+        numbers = plan.numbers.cpu().numpy().reshape(layers, len(slots), kv_heads, -1)
+        self._append_in_windows(numbers, slots)
+        return RetirementPlan(slots, Retirement(numbers))
+
+    def _classify(self, rows: Ids, alpha_high: float, alpha_low: float) -> Retirement[Tensor]:
+        """Plan a retirement by thresholds; ``rows``: as ``_retiring_rows``."""
+        return plan_retirement(
             self.memory.near,
-            sections.every_layer[self._places[HIGH]],
-            sections.every_layer[self._places[LOW]] if self.low is not None else None,
-            *map(put, self._retiring_rows(slots, seen)),
+            *self._class_sections(),
+            *map(self.memory.device.put, rows),
             count=self.plan.retire_tokens,
             alpha_high=alpha_high,
             alpha_low=alpha_low,
         )
-        numbers = plan.numbers.cpu().numpy().reshape(layers, len(slots), kv_heads, -1)
-        self._append_in_windows(numbers, slots)
-        return RetirementPlan(slots, Retirement(numbers))
+
+    def _evict(self, rows: Ids, seen: Ids, most: Ids) -> Retirement[Tensor]:
+        """Plan a retirement by budgets: half of each for the newest tokens.
+
+        Recent tokens count, and a row may hold the tokens of one retirement beside them, however
+        small its budget is.
+        """
+        retire, put = self.plan.retire_tokens, self.memory.device.put
+        behind = np.maximum(most - (self._full_tokens - retire), retire)
+        behind = np.where(most > 0, behind, EVERY_TOKEN).astype(np.int32)
+        newest = (seen - most // 2).astype(np.int32)
+        layers = self.recent.tokens.shape[0]
+        of_rows = (put(np.tile(each, layers)) for each in (behind, newest))
+        high, low = self._class_sections()
+        return plan_eviction(self.memory.near, high, low, put(rows[0]), *of_rows, count=retire)
+
+    def _class_sections(self) -> tuple[Section, Section | None]:
+        """The high and the low section of all layers."""
+        every = self.sections.every_layer
+        low = None if self.low is None else every[self._places[LOW]]
+        return every[self._places[HIGH]], low
 
     def _append_in_windows(self, numbers: Ids, slots: Ids) -> None:
         """Have layers with a sliding window append the new tokens and downgrade none.

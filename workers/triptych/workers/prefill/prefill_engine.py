@@ -31,7 +31,7 @@ from triptych.core.messages import (
     Stage,
 )
 from triptych.core.pages import PagePlan
-from triptych.kernels import ALWAYS_HIGH, largest_sums, load_tokens, mean_sums
+from triptych.kernels import ALWAYS_HIGH, largest_sums, load_tokens, mean_sums, sums_of_heads
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.device import CPU, Device
@@ -285,7 +285,7 @@ class PrefillEngine:
         tokens, kv_heads = prompt.request.known_tokens, self.plan.geometry.kv_heads
         per_row = self.plan.raw.pages(tokens)
         ids = self.pool.allocate(len(layers) * kv_heads * per_row)
-        prompt.pages = ids.reshape(len(layers), kv_heads, per_row)
+        prompt.pages, prompt.layers = ids.reshape(len(layers), kv_heads, per_row), layers
         policy = prompt.plan.policy
         prompt.statistics = self._statistics.make(policy, layers, tokens, prompt.first_observed)
         if policy.observes_attention:
@@ -424,8 +424,14 @@ class PrefillEngine:
         if prompt.statistics is not None:
             sums = prompt.statistics.scores(partial(self._stored, prompt))
         elif prompt.attention is not None:
-            merge = largest_sums if prompt.plan.policy.observing_rule is None else mean_sums
-            sums = merge(prompt.attention, kv_heads)
+            rule = prompt.plan.policy.observing_rule
+            if rule is not None and rule.heads:
+                heads = rule.heads[prompt.layers.start : prompt.layers.stop]
+                sums = sums_of_heads(prompt.attention, heads, kv_heads)
+            elif rule is None or rule.while_generating:
+                sums = largest_sums(prompt.attention, kv_heads)
+            else:
+                sums = mean_sums(prompt.attention, kv_heads)
             sums = F.pad(sums, (prompt.rounded.stop, 0), value=ALWAYS_HIGH)
         else:
             return

@@ -51,6 +51,8 @@ class Prompt:
     """When its prefill is due, on the token clock of ``ChunkScheduler``."""
     pages: NDArray[np.int32]
     """Raw pages, [layers, kv_heads, pages of a head row]: of all layers, or of one part."""
+    layers: range = range(0)
+    """The layers of these pages."""
     read: int = 0
     """Tokens computed in all layers."""
     rounded: range = range(0)

@@ -151,7 +151,7 @@ class StatisticsFactory:
     ) -> PromptStatistics | None:
         """Those of a prompt of ``tokens`` tokens in some layers; None: none are needed."""
         rule = policy.observing_rule
-        if rule is None or rule.measured == "attention":
+        if rule is None or rule.adds_up_attention:
             return None
         if rule.measured == "attention_moments":
             shape = (len(layers), self.num_heads, tokens)

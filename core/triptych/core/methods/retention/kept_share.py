@@ -11,6 +11,8 @@ WINDOW_QUERIES = 64
 """Last queries of a prompt by which SnapKV and its relatives score tokens."""
 MOMENT_QUERIES = 32
 """Last queries of a prompt by which CAKE scores tokens."""
+RETRIEVAL_QUERIES = 8
+"""Last queries of a prompt by which CompressKV scores tokens."""
 
 
 def kept_share(
@@ -23,6 +25,9 @@ def kept_share(
     measured: Measured = "attention",
     compares_layers: bool = False,
     head_shares: tuple[float, ...] = (),
+    layer_errors: tuple[float, ...] = (),
+    heads: tuple[tuple[int, ...], ...] = (),
+    while_generating: bool = False,
 ) -> Policy:
     """A policy that keeps ``compressor.keep_share`` of a prompt's tokens, in the high format.
 
@@ -36,6 +41,9 @@ def kept_share(
         measured=measured,
         compares_layers=compares_layers,
         head_shares=head_shares,
+        layer_errors=layer_errors,
+        heads=heads,
+        while_generating=while_generating,
     )
     return replace(two_classes(config, profile), high_window_tokens=0, retention=rule)
 

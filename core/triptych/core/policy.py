@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
 from triptych.core.images import IMAGE, TEXT, Modality
@@ -58,6 +58,15 @@ class Retention:
     """Whether the budget of a layer depends on what was measured in all layers."""
 
 
+class Thresholds(NamedTuple):
+    """By which output tokens are high, low or dropped; without any all of them are high."""
+
+    alpha_high: float = 0.0
+    alpha_low: float = 0.0
+    mass_high: float = 0.0
+    mass_low: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """Which format stores each token, and which tokens are dropped.
@@ -67,8 +76,9 @@ class Policy:
     a token among ``n`` is high if its mean attention from later tokens is at least
     ``alpha_high / n``, low if it is at least ``alpha_low / n``, and dropped otherwise. With
     ``mass_*`` the thresholds are shares instead: the least significant tokens that together
-    receive less than that share of all attention are not high, or not low. Then output tokens stay
-    high, since such shares do not classify a single token. In a uniform policy all tokens are high.
+    receive less than that share of all attention are not high, or not low. While a request
+    generates, that is the attention on the tokens that it stores. In a uniform policy all tokens
+    are high.
     With ``retention`` its rule decides instead of thresholds: tokens that it keeps are high, and so
     are output tokens.
 
@@ -90,6 +100,9 @@ class Policy:
     mass_high: float = 0.0
     """LeanKV's thresholds, as shares of all attention; 0: the policy uses ``alpha_*``."""
     mass_low: float = 0.0
+    alpha_scales: tuple[float, ...] = ()
+    """What ``alpha_*`` are multiplied with in each head row, in the order of layers and KV heads;
+    empty: 1 in all of them."""
     window_tokens: int = 64
     high_window_tokens: int = 64
     """Newest tokens that are at least high, whatever attention they receive."""
@@ -140,9 +153,11 @@ class Policy:
         return page_format(self.high_format).is_quantized
 
     @property
-    def answer_alphas(self) -> tuple[float, float]:
-        """``alpha_high`` and ``alpha_low`` for output tokens; without scores all are high."""
-        return (self.alpha_high, self.alpha_low) if self.score_every else (0.0, 0.0)
+    def answer_thresholds(self) -> Thresholds:
+        """The thresholds of output tokens; without scores all of them are high."""
+        if not self.score_every:
+            return Thresholds()
+        return Thresholds(self.alpha_high, self.alpha_low, self.mass_high, self.mass_low)
 
     @property
     def scores_tokens(self) -> bool:
@@ -235,6 +250,11 @@ def two_classes(config: CompressorConfig, profile: Profile | None) -> Policy:
 def settings_of(profile: Profile | None) -> Settings:
     """Values of ``auto``: those of the profile, or the defaults."""
     return profile.settings if profile else Settings()
+
+
+def alpha_scales_of(config: CompressorConfig, profile: Profile | None) -> tuple[float, ...]:
+    """The scales of thresholds of a profile, unless the setting leaves them out."""
+    return profile.alpha_scales if profile and config.head_alphas == "auto" else ()
 
 
 def chosen(setting: T | Auto, otherwise: T) -> T:

@@ -17,7 +17,13 @@ from triptych.kernels.codec import (
     transcode,
 )
 from triptych.kernels.codegen.native import multiplies_bfloat
-from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
+from triptych.kernels.compact import (
+    Retirement,
+    mass_limits,
+    plan_retirement,
+    plan_tokens,
+    stored_mass_limits,
+)
 from triptych.kernels.decode import decode_attention, record_scores, score_tokens
 from triptych.kernels.draw import draw_tokens
 from triptych.kernels.int4 import Int4Tiles, add_norm_multiply_int4, multiply_int4
@@ -98,6 +104,7 @@ __all__ = [
     "select_pages",
     "significance_of",
     "store_tokens",
+    "stored_mass_limits",
     "summarize_pages",
     "transcode",
 ]
@@ -114,6 +121,7 @@ OPS: dict[str, Op[..., Any]] = {
         prefill_attention,
         plan_tokens,
         plan_retirement,
+        stored_mass_limits,
         decode_attention,
         score_tokens,
         record_scores,

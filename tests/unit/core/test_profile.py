@@ -65,8 +65,8 @@ def test_a_window_of_a_profile_is_checked_like_one_of_the_settings() -> None:
 
 def test_without_scores_tokens_of_an_answer_stay_high() -> None:
     found = policy(PROFILE, alpha_high=float("inf"), score_every_tokens=0)
-    assert found.answer_alphas == (0.0, 0.0)
-    assert policy(PROFILE).answer_alphas == (5.0, 0.0)
+    assert found.answer_thresholds == (0.0, 0.0, 0.0, 0.0)
+    assert policy(PROFILE).answer_thresholds == (5.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -231,10 +231,12 @@ def test_rotated_keys_and_values_give_the_same_answers(
         assert differences(reference, one, answer).max() < 2e-2
 
 
-def pages_after(path: Path, answer_tokens: int, **compressor: object) -> int:
+def pages_after(
+    path: Path, answer_tokens: int, *, policy: str = "diffkv", **compressor: object
+) -> int:
     """Pages that one request holds after so many tokens of its answer."""
     settings = config(
-        compressor={"policy": "diffkv", "recent_window_tokens": 20, **compressor},
+        compressor={"policy": policy, "recent_window_tokens": 20, **compressor},
     )
     with LocalServer(settings, path) as server:
         events = server.stream([server.request(prompt(60), greedy(answer_tokens + 30))])
@@ -253,6 +255,21 @@ def test_tokens_of_an_answer_are_told_apart_too(tiny_model: Path) -> None:
     low = pages_after(tiny_model, 400, alpha_high=1e9, score_every_tokens=4)
     assert low < mixed < high
     assert low < frozen <= high
+
+
+def test_leankv_classifies_tokens_of_answers_by_shares_too(tiny_model: Path) -> None:
+    """The larger the share that may go, the fewer the pages; without scores all stay high."""
+    high = pages_after(tiny_model, 400, policy="leankv", score_every_tokens=4, mass_high=0.0)
+    frozen = pages_after(
+        tiny_model, 400, policy="leankv", score_every_tokens=0, mass_high=0.9, mass_low=0.5
+    )
+    some = pages_after(tiny_model, 400, policy="leankv", score_every_tokens=4, mass_high=0.05)
+    most = pages_after(tiny_model, 400, policy="leankv", score_every_tokens=4, mass_high=0.9)
+    dropped = pages_after(
+        tiny_model, 400, policy="leankv", score_every_tokens=4, mass_high=0.9, mass_low=0.5
+    )
+    assert dropped < most < some < high
+    assert most < frozen <= high
 
 
 def test_leankv_goes_by_the_share_of_attention(tiny_model: Path) -> None:

@@ -238,6 +238,10 @@ class CompressorConfig:
     alpha_low: float | Auto = "auto"
     """Below ``alpha_low / n`` it is dropped; 0, which is ``auto`` without a profile, drops none."""
 
+    head_alphas: Literal["auto", "even"] = "auto"
+    """Whether ``alpha_high`` and ``alpha_low`` are scaled for each layer and KV head: ``auto``: by
+    the profile, if it has scales (``triptych calibrate --scales``); ``even``: the same for all."""
+
     mass_high: float = 0.05
     """The least significant tokens that together receive less than this share of all attention are
     not high (``leankv``)."""
@@ -257,15 +261,15 @@ class CompressorConfig:
     """Newest tokens that stay in 8 bits (K8V8); ``auto`` without a profile: 64."""
 
     high_window_tokens: int = 64
-    """``diffkv``: newest tokens that are always at least high, because too few later tokens have
-    attended to them."""
+    """``diffkv``, ``leankv``: newest tokens that are always at least high, because too few later
+    tokens have attended to them."""
 
     sink_tokens: int = 1
     """First tokens, kept in 8 bits (K8V8) and rounded up to whole small pages (attention sinks)."""
 
     score_every_tokens: int = 8
-    """``diffkv``: output tokens between two measurements of the attention that each token receives;
-    0: no measurement, every token that leaves the window is high."""
+    """``diffkv``, ``leankv``: output tokens between two measurements of the attention that each
+    token receives; 0: no measurement, every token that leaves the window is high."""
 
     floor: Literal["low", "high"] = "low"
     """Lowest class that may store tokens of requests: ``low`` (as the policy decides; while memory

@@ -58,7 +58,7 @@ class Slots:
         self.seen.setdefault(slot, 0)
         at = np.array([slot], np.int32)
         if self.window.is_full(int(at[0])):
-            alphas = self.window.plan.policy.answer_alphas
+            alphas = self.window.plan.policy.answer_thresholds
             retirement = self.window.prepare(at, [self.seen[slot]], alphas)
             self._grow(self.method.classes, at, retirement.plan.counts)
             self.unused[slot] += self.window.apply(retirement)[0].tolist()

@@ -15,7 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.kernels import Retirement, block_table_ops, move_tokens, plan_retirement
+from triptych.core.policy import Thresholds
+from triptych.kernels import (
+    Retirement,
+    block_table_ops,
+    move_tokens,
+    plan_retirement,
+    stored_mass_limits,
+)
 from triptych.workers.decode.checkpoint import LOWERED, Checkpoint
 from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
@@ -87,32 +94,61 @@ class Window:
         """Whether the recent pages behind the sink must retire."""
         return self.recent.length(slot) >= self._full_tokens
 
-    def prepare(
-        self, slots: Ids, seen: Sequence[int], alphas: tuple[float, float]
-    ) -> RetirementPlan:
+    def prepare(self, slots: Ids, seen: Sequence[int], thresholds: Thresholds) -> RetirementPlan:
         """Plan the retirement of the pages behind the sink; ``seen``: tokens of each request.
-
-        ``alphas``: ``alpha_high`` and ``alpha_low`` of these requests.
 
         The tokens of the pages become high. As many older tokens leave the high window and are
         classified by significance: their positions are a fixed distance behind those of the pages.
         """
         layers, _, kv_heads, _ = self.recent.pages.shape
-        alpha_high, alpha_low = alphas
         sections, put = self.sections, self.memory.device.put
         sections.renew(slots)
+        rows = self._retiring_rows(slots, seen)
+        batch, now, leaving = map(put, rows)
         plan = plan_retirement(
             self.memory.near,
             sections.every_layer[self._places[HIGH]],
             sections.every_layer[self._places[LOW]] if self.low is not None else None,
-            *map(put, self._retiring_rows(slots, seen)),
+            batch,
+            now,
+            leaving,
+            self._limits(rows, thresholds),
             count=self.plan.retire_tokens,
-            alpha_high=alpha_high,
-            alpha_low=alpha_low,
         )
         numbers = plan.numbers.cpu().numpy().reshape(layers, len(slots), kv_heads, -1)
         self._append_in_windows(numbers, slots)
         return RetirementPlan(slots, Retirement(numbers))
+
+    def _limits(self, rows: Ids, thresholds: Thresholds) -> Tensor:
+        """Least significance of a high and of a low token, [layers x requests, kv_heads, 2]."""
+        alphas = np.array([thresholds.alpha_high, thresholds.alpha_low])
+        now = rows[1].reshape(len(self._scales), -1, 1, 1)
+        limits = np.minimum(1.0, alphas * self._scales[:, None, :, None] / now)
+        found = self.memory.device.put(limits.reshape(-1, *limits.shape[2:]))
+        if thresholds.mass_high > 0:
+            found = found.maximum(self._mass_limits(rows, thresholds))
+        return torch.stack((found[..., 0], found.amin(-1)), -1)
+
+    def _mass_limits(self, rows: Ids, thresholds: Thresholds) -> Tensor:
+        recent, *classes = self._places[: 1 + len(self.plan.classes)]
+        slots, now, leaving = map(self.memory.device.put, rows)
+        sections = self.sections.every_layer
+        return stored_mass_limits(
+            self.memory.near,
+            [sections[place] for place in classes],
+            sections[recent],
+            slots,
+            now,
+            leaving + self.plan.retire_tokens,
+            masses=(thresholds.mass_high, thresholds.mass_low),
+        )
+
+    @cached_property
+    def _scales(self) -> NDArray[np.float64]:
+        """What ``alpha_*`` are multiplied with, [layers, kv_heads]."""
+        layers, _, kv_heads, _ = self.recent.pages.shape
+        given = self.plan.policy.alpha_scales or (1.0,) * (layers * kv_heads)
+        return np.array(given).reshape(layers, kv_heads)
 
     def _append_in_windows(self, numbers: Ids, slots: Ids) -> None:
         """Have layers with a sliding window append the new tokens and downgrade none.

@@ -138,7 +138,6 @@ class Policy:
         for setting, form in (("high_format", above), ("low_format", below)):
             expected = "a format whose tokens can move alone, since tokens change their class"
             require(not form.codes_whole_pages, f"compressor.{setting}", form.name, expected)
-        require(above.is_quantized, "compressor.high_format", above.name, "a quantized format")
         fewer = below.key_bits <= above.key_bits and below.value_bits <= above.value_bits
         require(
             below != above and fewer,
@@ -149,8 +148,14 @@ class Policy:
 
     @property
     def is_quantized(self) -> bool:
-        """False if the policy keeps 16 bits."""
+        """Whether no token stays in 16 bits. The sink and the recent window have the 8 or 16 bits
+        of that."""
         return page_format(self.high_format).is_quantized
+
+    @property
+    def compresses(self) -> bool:
+        """Whether some tokens have fewer than 16 bits."""
+        return self.is_quantized or self.low_format is not None
 
     @property
     def answer_thresholds(self) -> Thresholds:
@@ -208,7 +213,8 @@ class Policy:
         """Whether the class of a token, or how it is merged, depends on the whole prompt or on
         what it stands for. Then no prefix of a prompt can be cached."""
         is_divided = self.images is not None or self.merger is not None
-        return is_divided or self.retention is not None
+        has_16_bits = self.compresses and not self.is_quantized
+        return is_divided or has_16_bits or self.retention is not None
 
     @property
     def drops_tokens(self) -> bool:
@@ -236,14 +242,15 @@ def two_classes(config: CompressorConfig, profile: Profile | None) -> Policy:
     """A policy with two formats and without thresholds: all tokens are high."""
     known = settings_of(profile)
     high = chosen(config.high_format, known.high_format).lower()
+    low = chosen(config.low_format, known.low_format).lower()
     return Policy(
         name=config.policy,
         high_format=high,
-        low_format=chosen(config.low_format, known.low_format).lower(),
+        low_format=low,
         window_tokens=chosen(config.recent_window_tokens, known.recent_window_tokens),
         high_window_tokens=config.high_window_tokens,
         sink_tokens=config.sink_tokens,
-        kv_rotation=kv_rotation_of(config, high, profile),
+        kv_rotation=kv_rotation_of(config, low, profile),
     )
 
 
@@ -262,15 +269,14 @@ def chosen(setting: T | Auto, otherwise: T) -> T:
     return otherwise if setting == "auto" else setting
 
 
-def kv_rotation_of(
-    config: CompressorConfig, high_format: str, profile: Profile | None
-) -> KVRotation:
-    """Rotated unless the setting says otherwise; centred if the first token stays in 8 bits.
+def kv_rotation_of(config: CompressorConfig, form: str, profile: Profile | None) -> KVRotation:
+    """Of tokens in a format: rotated unless the setting says otherwise; centred if the first token
+    has 8 bits or more.
 
     The key of the first token is far from all others. Centring keys helps only if that key is not
     quantized to few bits (docs/log.md).
     """
-    quantized = page_format(high_format).is_quantized
+    quantized = page_format(form).is_quantized
     if config.kv_rotation == "none" or (config.kv_rotation == "auto" and not quantized):
         return KVRotation()
     if profile is None or config.sink_tokens == 0 or not quantized:

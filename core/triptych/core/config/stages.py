@@ -225,11 +225,13 @@ class CompressorConfig:
     start."""
 
     high_format: str = "auto"
-    """Format of significant tokens (``diffkv``) and of merged ones (``learned:merge``); ``auto``
-    without a profile: ``k8v4``."""
+    """Format of significant tokens (``diffkv``, ``leankv``) and of merged ones (``learned:merge``);
+    ``auto`` without a profile: ``k8v4``. With ``fp16`` sink and recent window have 16 bits too, and
+    requests use no cached prefixes."""
 
     low_format: str = "auto"
-    """Format of the less significant ones (``diffkv``); ``auto`` without a profile: ``k4v2``."""
+    """Format of the less significant ones (``diffkv``, ``leankv``); ``auto`` without a profile:
+    ``k4v2``."""
 
     alpha_high: float | Auto = "auto"
     """A token of n is high if its mean attention from later ones reaches ``alpha_high / n``;

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from triptych.cli.list_options import integers, names, numbers
+from triptych.cli.list_options import integers, names, numbers, numbers_or_zero
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.quality.studies import run_with_progress
 from triptych.core.config import AppConfig, CompressorConfig, ModelConfig
@@ -103,7 +103,7 @@ def calibrate(
         high_format=high_format,
         low_formats=tuple(names(low_formats)),
         alphas=tuple(numbers(alphas)),
-        low_alphas=tuple(numbers(low_alphas)),
+        low_alphas=tuple(numbers_or_zero(low_alphas)),
         scales=scales,
         windows=tuple(integers(windows)),
         contexts=tuple(integers(contexts)),

@@ -18,11 +18,22 @@ def numbers(text: str) -> list[float]:
 
     Raises: ConfigError unless each is a number above 0
     """
+    values = numbers_or_zero(text)
+    if 0 in values:
+        raise ConfigError(f"{text!r}: expected numbers above 0")
+    return values
+
+
+def numbers_or_zero(text: str) -> list[float]:
+    """Parse ``0,0.5``.
+
+    Raises: ConfigError unless each is a number of at least 0
+    """
     try:
         values = [float(name) for name in names(text)]
     except ValueError:
         raise ConfigError(f"{text!r}: expected numbers with commas between them") from None
-    if any(not 0 < value < 1e9 for value in values):
+    if any(not 0 <= value < 1e9 for value in values):
         raise ConfigError(f"{text!r}: expected numbers above 0")
     return values
 

@@ -15,6 +15,7 @@ from triptych.cli.measure.profile import profile
 from triptych.cli.output import notes
 from triptych.cli.quality import evaluate, train
 from triptych.cli.quality.calibrate import calibrate
+from triptych.cli.quality.eval_claims import claims
 from triptych.cli.quality.eval_frontier import frontier
 from triptych.cli.quality.eval_learned import learned
 from triptych.cli.quality.retrieval import retrieval
@@ -48,6 +49,7 @@ app.add_typer(simulate.app, name="simulate")
 app.add_typer(kernels.app, name="kernels")
 evaluate.app.command("learned")(learned)
 evaluate.app.command("frontier")(frontier)
+evaluate.app.command("claims")(claims)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(train.app, name="train")
 app.add_typer(pool.app, name="pool")

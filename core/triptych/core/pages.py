@@ -42,7 +42,7 @@ class PagePlan:
     that a short prompt does not take a whole page for each head row. Decode writes new tokens to
     recent pages. When so many of them are older than the window that they free the bytes of a high
     page, or fill one that is encoded whole, they move to high and low pages. A 16-bit policy leaves
-    all tokens in raw pages.
+    all tokens in raw pages. If only high tokens have 16 bits, recent and high pages do too.
 
     Pages of a layer with a sliding window hold the tokens that later ones can read, and less than a
     page of older ones. Behind the recent window all of them are high, in pages that belong to the
@@ -249,7 +249,7 @@ class PagePlan:
 
     @cached_property
     def recent(self) -> PageLayout:
-        """Layout of pages for the sink and the newest tokens; raw pages if the policy keeps 16
+        """Layout of pages for the sink and the newest tokens; as raw pages if high ones have 16
         bits."""
         if not self.policy.is_quantized:
             return self.raw
@@ -265,7 +265,7 @@ class PagePlan:
 
     @cached_property
     def high(self) -> PageLayout:
-        """Layout of pages for significant and new tokens; raw pages if the policy keeps 16 bits."""
+        """Layout of pages for significant and new tokens; as raw pages if these have 16 bits."""
         return replace(self._layout(self.policy.high_format), has_bias=self.merges)
 
     @cached_property
@@ -284,7 +284,7 @@ class PagePlan:
     @cached_property
     def compresses(self) -> bool:
         """Whether tokens move from raw pages to others; False: raw pages are the final ones."""
-        return self.policy.is_quantized or self.has_windows
+        return self.policy.compresses or self.has_windows
 
     @cached_property
     def windows(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
 from triptych.core.images import IMAGE, TEXT, Modality
@@ -76,6 +76,15 @@ class Retention:
         return round(self.keep_share * prompt_tokens)
 
 
+class Thresholds(NamedTuple):
+    """By which output tokens are high, low or dropped; without any all of them are high."""
+
+    alpha_high: float = 0.0
+    alpha_low: float = 0.0
+    mass_high: float = 0.0
+    mass_low: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """Which format stores each token, and which tokens are dropped.
@@ -85,8 +94,9 @@ class Policy:
     a token among ``n`` is high if its mean attention from later tokens is at least
     ``alpha_high / n``, low if it is at least ``alpha_low / n``, and dropped otherwise. With
     ``mass_*`` the thresholds are shares instead: the least significant tokens that together
-    receive less than that share of all attention are not high, or not low. Then output tokens stay
-    high, since such shares do not classify a single token. In a uniform policy all tokens are high.
+    receive less than that share of all attention are not high, or not low. While a request
+    generates, that is the attention on the tokens that it stores. In a uniform policy all tokens
+    are high.
     With ``retention`` its rule decides instead of thresholds: tokens that it keeps are high, and so
     are output tokens, of which it drops some if it is applied while generating.
 
@@ -108,6 +118,9 @@ class Policy:
     mass_high: float = 0.0
     """LeanKV's thresholds, as shares of all attention; 0: the policy uses ``alpha_*``."""
     mass_low: float = 0.0
+    alpha_scales: tuple[float, ...] = ()
+    """What ``alpha_*`` are multiplied with in each head row, in the order of layers and KV heads;
+    empty: 1 in all of them."""
     window_tokens: int = 64
     high_window_tokens: int = 64
     """Newest tokens that are at least high, whatever attention they receive."""
@@ -143,7 +156,6 @@ class Policy:
         for setting, form in (("high_format", above), ("low_format", below)):
             expected = "a format whose tokens can move alone, since tokens change their class"
             require(not form.codes_whole_pages, f"compressor.{setting}", form.name, expected)
-        require(above.is_quantized, "compressor.high_format", above.name, "a quantized format")
         fewer = below.key_bits <= above.key_bits and below.value_bits <= above.value_bits
         require(
             below != above and fewer,
@@ -154,13 +166,21 @@ class Policy:
 
     @property
     def is_quantized(self) -> bool:
-        """False if the policy keeps 16 bits."""
+        """Whether no token stays in 16 bits. The sink and the recent window have the 8 or 16 bits
+        of that."""
         return page_format(self.high_format).is_quantized
 
     @property
-    def answer_alphas(self) -> tuple[float, float]:
-        """``alpha_high`` and ``alpha_low`` for output tokens; without scores all are high."""
-        return (self.alpha_high, self.alpha_low) if self.score_every else (0.0, 0.0)
+    def compresses(self) -> bool:
+        """Whether some tokens have fewer than 16 bits."""
+        return self.is_quantized or self.low_format is not None
+
+    @property
+    def answer_thresholds(self) -> Thresholds:
+        """The thresholds of output tokens; without scores all of them are high."""
+        if not self.score_every:
+            return Thresholds()
+        return Thresholds(self.alpha_high, self.alpha_low, self.mass_high, self.mass_low)
 
     @property
     def scores_tokens(self) -> bool:
@@ -221,7 +241,8 @@ class Policy:
         """Whether the class of a token, or how it is merged, depends on the whole prompt or on
         what it stands for. Then no prefix of a prompt can be cached."""
         is_divided = self.images is not None or self.merger is not None
-        return is_divided or self.retention is not None
+        has_16_bits = self.compresses and not self.is_quantized
+        return is_divided or has_16_bits or self.retention is not None
 
     @property
     def drops_tokens(self) -> bool:
@@ -249,14 +270,15 @@ def two_classes(config: CompressorConfig, profile: Profile | None) -> Policy:
     """A policy with two formats and without thresholds: all tokens are high."""
     known = settings_of(profile)
     high = chosen(config.high_format, known.high_format).lower()
+    low = chosen(config.low_format, known.low_format).lower()
     return Policy(
         name=config.policy,
         high_format=high,
-        low_format=chosen(config.low_format, known.low_format).lower(),
+        low_format=low,
         window_tokens=chosen(config.recent_window_tokens, known.recent_window_tokens),
         high_window_tokens=config.high_window_tokens,
         sink_tokens=config.sink_tokens,
-        kv_rotation=kv_rotation_of(config, high, profile),
+        kv_rotation=kv_rotation_of(config, low, profile),
     )
 
 
@@ -265,20 +287,24 @@ def settings_of(profile: Profile | None) -> Settings:
     return profile.settings if profile else Settings()
 
 
+def alpha_scales_of(config: CompressorConfig, profile: Profile | None) -> tuple[float, ...]:
+    """The scales of thresholds of a profile, unless the setting leaves them out."""
+    return profile.alpha_scales if profile and config.head_alphas == "auto" else ()
+
+
 def chosen(setting: T | Auto, otherwise: T) -> T:
     """The setting, or ``otherwise`` where it is ``auto``."""
     return otherwise if setting == "auto" else setting
 
 
-def kv_rotation_of(
-    config: CompressorConfig, high_format: str, profile: Profile | None
-) -> KVRotation:
-    """Rotated unless the setting says otherwise; centred if the first token stays in 8 bits.
+def kv_rotation_of(config: CompressorConfig, form: str, profile: Profile | None) -> KVRotation:
+    """Of tokens in a format: rotated unless the setting says otherwise; centred if the first token
+    has 8 bits or more.
 
     The key of the first token is far from all others. Centring keys helps only if that key is not
     quantized to few bits (docs/log.md).
     """
-    quantized = page_format(high_format).is_quantized
+    quantized = page_format(form).is_quantized
     if config.kv_rotation == "none" or (config.kv_rotation == "auto" and not quantized):
         return KVRotation()
     if profile is None or config.sink_tokens == 0 or not quantized:

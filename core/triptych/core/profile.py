@@ -1,9 +1,11 @@
 """The compression profile of a model: what calibration chose and the fidelity it measured."""
 
 import json
+import struct
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Self
 
@@ -70,6 +72,9 @@ class Profile:
     layer_errors: tuple[float, ...] = ()
     """Relative error of the attention of each layer when a few tokens are kept that these heads
     choose; empty with ``retrieval_heads``."""
+    head_alphas: str = ""
+    """What thresholds are multiplied with in each head row, fp16 [layers, kv_heads] in base64;
+    empty: 1 in all of them."""
     measured: tuple[Fidelity, ...] = field(default=())
     measured_methods: dict[str, tuple[Fidelity, ...]] = field(
         default_factory=dict[str, tuple[Fidelity, ...]]
@@ -118,6 +123,19 @@ class Profile:
     def head_budget_codes(self) -> HeadBudgets:
         """Head budgets [layers, kv_heads, steps], or empty."""
         return b64decode(self.spread, validate=True)
+
+    @property
+    def alpha_scales(self) -> tuple[float, ...]:
+        """Scales of the thresholds by head row, or empty."""
+        return struct.unpack(f"<{len(self._packed_scales) // 2}e", self._packed_scales)
+
+    @property
+    def _packed_scales(self) -> bytes:
+        return b64decode(self.head_alphas, validate=True)
+
+    def with_alpha_scales(self, scales: Sequence[float]) -> "Profile":
+        """A copy with other scales of thresholds by head row; none: without them."""
+        return replace(self, head_alphas=self.pack(struct.pack(f"<{len(scales)}e", *scales)))
 
     @property
     def measured_on(self) -> str:
@@ -209,5 +227,19 @@ class Profile:
                 f"{name}: retrieval_heads and layer_errors have {layers[0]} and {layers[1]} "
                 f"layers, expected {shape.layers} of each; run 'triptych retrieval' again"
             )
+        self._check_scales(name)
         if found not in (0, wanted):
             raise ConfigError(f"{name}: key_centre has {found} bytes, expected {wanted}")
+
+    def _check_scales(self, name: str) -> None:
+        """Raise ConfigError unless there is one scale of 0 or more for each head row."""
+        try:
+            scales = self.alpha_scales
+        except (ValueError, struct.error) as error:
+            raise ConfigError(f"{name}: head_alphas: {error}") from error
+        rows = self.geometry.head_rows
+        if len(scales) not in (0, rows) or not all(0 <= scale < inf for scale in scales):
+            raise ConfigError(
+                f"{name}: head_alphas has {len(scales)} scales, expected {rows} of 0 or more; run "
+                "'triptych calibrate --scales' again"
+            )

@@ -23,6 +23,7 @@ from triptych.kernels.compact import (
     plan_eviction,
     plan_retirement,
     plan_tokens,
+    stored_mass_limits,
 )
 from triptych.kernels.decode import decode_attention, record_scores, score_tokens
 from triptych.kernels.draw import draw_tokens
@@ -107,6 +108,7 @@ __all__ = [
     "select_pages",
     "significance_of",
     "store_tokens",
+    "stored_mass_limits",
     "summarize_pages",
     "sums_of_heads",
     "transcode",
@@ -125,6 +127,7 @@ OPS: dict[str, Op[..., Any]] = {
         plan_tokens,
         plan_retirement,
         plan_eviction,
+        stored_mass_limits,
         decode_attention,
         score_tokens,
         record_scores,

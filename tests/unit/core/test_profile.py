@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,40 @@ def test_a_window_of_a_profile_is_checked_like_one_of_the_settings() -> None:
         policy(wrong)
 
 
+def test_sixteen_bits_above_rotated_ones_are_rotated_and_share_no_prefix() -> None:
+    found = policy(PROFILE, high_format="fp16", low_format="k8v4")
+    assert found.kv_rotation == policy(PROFILE).kv_rotation
+    assert found.compresses
+    assert not found.is_quantized
+    assert found.decides_by_whole_prompt
+    assert not policy(PROFILE, policy="uniform:fp16").compresses
+
+
+SCALES = (0.5, 1.0, 2.0, 1.0, 0.0, 4.0)
+
+
+def test_scales_of_a_profile_are_those_of_the_policy_unless_they_are_left_out(
+    tmp_path: Path,
+) -> None:
+    PROFILE.with_alpha_scales(SCALES).write(tmp_path / "profile.json")
+    found = Profile.read(tmp_path / "profile.json")
+    assert policy(found).alpha_scales == SCALES
+    assert policy(found, head_alphas="even").alpha_scales == ()
+    assert policy(found, policy="leankv").alpha_scales == ()
+    assert found.with_alpha_scales(()) == PROFILE
+
+
+@pytest.mark.parametrize("scales", [SCALES[:-1], (*SCALES[:-1], -1.0), (*SCALES[:-1], inf)])
+def test_scales_of_another_model_are_refused(tmp_path: Path, scales: tuple[float, ...]) -> None:
+    PROFILE.with_alpha_scales(scales).write(tmp_path / "profile.json")
+    with pytest.raises(ConfigError, match="head_alphas"):
+        Profile.read(tmp_path / "profile.json")
+
+
 def test_without_scores_tokens_of_an_answer_stay_high() -> None:
     found = policy(PROFILE, alpha_high=float("inf"), score_every_tokens=0)
-    assert found.answer_alphas == (0.0, 0.0)
-    assert policy(PROFILE).answer_alphas == (5.0, 0.0)
+    assert found.answer_thresholds == (0.0, 0.0, 0.0, 0.0)
+    assert policy(PROFILE).answer_thresholds == (5.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +162,7 @@ def test_keys_are_centred_only_where_it_helps() -> None:
         ({"alpha_high": 1, "alpha_low": 2}, "alpha_low=2.0: expected 0 to alpha_high"),
         ({"alpha_low": 6}, r"alpha_low=6.0: expected 0 to alpha_high \(5.0\)"),
         ({"alpha_high": -1}, "alpha_high=-1.0"),
-        ({"high_format": "fp16"}, "high_format='fp16': expected a quantized format"),
+        ({"low_format": "fp16"}, "low_format='fp16': expected a format with fewer bits"),
         ({"high_format": "k4v2"}, "low_format='k4v2': expected a format with fewer bits"),
         ({"floor": "high", "alpha_low": 0.1}, "alpha_low=0.1: expected 0 with compressor.floor"),
         ({"floor": "high", "mass_low": 0.01}, "mass_low=0.01: expected 0 with compressor.floor"),

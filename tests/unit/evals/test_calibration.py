@@ -10,6 +10,7 @@ from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, ModelError
 from triptych.core.methods.table import offered_methods, policy_of
 from triptych.core.profile import Profile
+from triptych.evals.studies.alpha_scales import Unit
 from triptych.evals.studies.calibration import (
     Calibration,
     CalibrationResult,
@@ -61,6 +62,27 @@ def test_the_smallest_candidate_that_is_near_enough_is_chosen(
     assert found.profile.settings == plan.candidates[found.chosen]
     assert [one.context for one in found.profile.measured] == [150]
     assert found.profile.measured[0].kl == pytest.approx(by_name[found.chosen].summary.kl, abs=1e-6)
+
+
+def test_candidates_may_drop_tokens_but_never_more_than_are_low(plan: Calibration) -> None:
+    some = replace(plan, alphas=(1.0, 3.0), low_alphas=(0.0, 2.0), low_formats=("k4v2", "k4v1"))
+    settings = some.candidates.values()
+    assert [(one.low_format, one.alpha_high, one.alpha_low) for one in settings] == [
+        (low, high, dropped)
+        for low in ("k4v2", "k4v1")
+        for high, dropped in ((1.0, 0.0), (3.0, 0.0), (3.0, 2.0))
+    ]
+
+
+@pytest.mark.parametrize("unit", ["head", "layer"])
+def test_scales_are_kept_if_they_take_fewer_bytes(plan: Calibration, unit: Unit) -> None:
+    scaled = calibrate(replace(plan, alphas=(1.0,), scales=unit, other_methods=()), run)
+    assert scaled.scaled is not None
+    (plain,) = (row for row in scaled.rows if row.method == scaled.chosen)
+    is_smaller = scaled.scaled.bytes_all_in_ratio < plain.bytes_all_in_ratio
+    assert bool(scaled.profile.alpha_scales) == is_smaller
+    best = scaled.scaled if is_smaller else plain
+    assert scaled.profile.measured[0].kl == pytest.approx(best.summary.kl, abs=1e-6)
 
 
 def test_other_methods_are_measured_as_the_server_runs_them(found: CalibrationResult) -> None:

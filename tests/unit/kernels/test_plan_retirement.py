@@ -15,6 +15,8 @@ BACKENDS = [name for name in plan_retirement.backends if name != "cuda"]
 PAGE_BYTES, HEAD_DIM = 1792, 64
 HIGH, LOW = (PageLayout(FORMATS[name], HEAD_DIM, PAGE_BYTES) for name in ("k8v4", "k4v2"))
 HEADS, COUNT, WINDOW = 2, 13, 40
+SCALES = (1.0, 1.4)
+"""Each head row has thresholds of its own."""
 ORDER = {"dropped": 0, "low": 1, "high": 2}
 
 Token = tuple[int, float]
@@ -121,7 +123,7 @@ def random_scores(generator: np.random.Generator, positions: list[int], now: int
 
 
 def call(
-    backend: str, cache: Cache, now: int, first_leaving: int, alpha_high: float, alpha_low: float
+    backend: str, cache: Cache, now: int, first_leaving: int, limits: list[tuple[float, float]]
 ) -> Retirement[Tensor]:
     return plan_retirement.on(backend)(
         cache.arena,
@@ -130,9 +132,8 @@ def call(
         torch.zeros(1, dtype=torch.int32),
         torch.tensor([now], dtype=torch.int32),
         torch.tensor([first_leaving], dtype=torch.int32),
+        torch.tensor([limits], dtype=torch.float64),
         count=COUNT,
-        alpha_high=alpha_high,
-        alpha_low=alpha_low,
     )
 
 
@@ -150,16 +151,19 @@ def test_a_plan_for_several_tokens_equals_algorithm_1_token_after_token(
     for turn in range(rounds):
         first, now = turn * COUNT, (turn + 1) * COUNT + 20
         first_leaving, coming = first - WINDOW, list(range(first, first + COUNT))
-        limits = min(1.0, alpha_high / now), min(1.0, alpha_low / now)
+        limits = [
+            (min(1.0, scale * alpha_high / now), min(1.0, scale * alpha_low / now))
+            for scale in SCALES
+        ]
         for head, row in enumerate(rows):
             _shake_scores(generator, cache, row, head, now)
-        plan = call(backend, cache, now, first_leaving, alpha_high, alpha_low)
+        plan = call(backend, cache, now, first_leaving, limits)
         for head, row in enumerate(rows):
             scores = random_scores(generator, coming, now)
             new = list(zip(coming, scores, strict=True))
             before = len(row.high) + len(row.low)
             for offset, token in enumerate(new):
-                row.take(token, now, first_leaving + offset, *limits)
+                row.take(token, now, first_leaving + offset, *limits[head])
             cache.apply(head, plan, new)
             after = cache.row(head)
             assert sorted(after.high) == sorted(row.high)
@@ -199,7 +203,7 @@ def test_without_thresholds_all_tokens_stay_high(backend: str) -> None:
     for head in range(HEADS):
         for place in range(30):
             cache.write(head, 0, place, (place, 0.0))
-    plan = call(backend, cache, now=100, first_leaving=10, alpha_high=0.0, alpha_low=0.0)
+    plan = call(backend, cache, now=100, first_leaving=10, limits=[(0.0, 0.0)] * HEADS)
     assert plan.places.tolist() == [[list(range(30, 30 + COUNT))] * HEADS]
     assert plan.downgraded.eq(-1).all()
     assert plan.downgraded_places.eq(-1).all()

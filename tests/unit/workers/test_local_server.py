@@ -16,8 +16,10 @@ from transformers import LlamaForCausalLM
 from tests.unit.workers.settled import booked_in_the_end
 from triptych.core.config import AppConfig
 from triptych.core.errors import PoolExhausted
-from triptych.core.messages import Message, PagesWanted, Sampling, Tokens
+from triptych.core.messages import Compressed, Message, PagesWanted, Sampling, Tokens
+from triptych.core.profile import Profile, Settings
 from triptych.workers.local import Completion, LocalServer
+from triptych.workers.models.facts import describe
 
 VOCAB = 258
 
@@ -231,10 +233,12 @@ def test_rotated_keys_and_values_give_the_same_answers(
         assert differences(reference, one, answer).max() < 2e-2
 
 
-def pages_after(path: Path, answer_tokens: int, **compressor: object) -> int:
+def pages_after(
+    path: Path, answer_tokens: int, *, policy: str = "diffkv", **compressor: object
+) -> int:
     """Pages that one request holds after so many tokens of its answer."""
     settings = config(
-        compressor={"policy": "diffkv", "recent_window_tokens": 20, **compressor},
+        compressor={"policy": policy, "recent_window_tokens": 20, **compressor},
     )
     with LocalServer(settings, path) as server:
         events = server.stream([server.request(prompt(60), greedy(answer_tokens + 30))])
@@ -255,6 +259,21 @@ def test_tokens_of_an_answer_are_told_apart_too(tiny_model: Path) -> None:
     assert low < frozen <= high
 
 
+def test_leankv_classifies_tokens_of_answers_by_shares_too(tiny_model: Path) -> None:
+    """The larger the share that may go, the fewer the pages; without scores all stay high."""
+    high = pages_after(tiny_model, 400, policy="leankv", score_every_tokens=4, mass_high=0.0)
+    frozen = pages_after(
+        tiny_model, 400, policy="leankv", score_every_tokens=0, mass_high=0.9, mass_low=0.5
+    )
+    some = pages_after(tiny_model, 400, policy="leankv", score_every_tokens=4, mass_high=0.05)
+    most = pages_after(tiny_model, 400, policy="leankv", score_every_tokens=4, mass_high=0.9)
+    dropped = pages_after(
+        tiny_model, 400, policy="leankv", score_every_tokens=4, mass_high=0.9, mass_low=0.5
+    )
+    assert dropped < most < some < high
+    assert most < frozen <= high
+
+
 def test_leankv_goes_by_the_share_of_attention(tiny_model: Path) -> None:
     """The larger the share that may go, the fewer the bytes; none: uniform, bit for bit."""
     asked = LONG[2:]
@@ -269,6 +288,70 @@ def test_leankv_goes_by_the_share_of_attention(tiny_model: Path) -> None:
     assert len(set(sizes)) == 4
     uniform = served(tiny_model, asked, policy="uniform:k8v4")
     assert sizes[0] == sum(stored_bytes(answer) for answer in uniform)
+
+
+SIXTEEN = {"high_format": "fp16", "low_format": "k8v4"}
+
+
+def test_sixteen_bits_may_be_the_high_class(tiny_model: Path) -> None:
+    """All high: the tokens of uniform:fp16. All low: fewer bytes than some low ones."""
+    exact = served_one_by_one(tiny_model, LONG, policy="uniform:fp16", kv_rotation="hadamard")
+    high = served_one_by_one(tiny_model, LONG, policy="diffkv", alpha_high=0.0, **SIXTEEN)
+    assert [one.tokens for one in high] == [one.tokens for one in exact]
+    asked = LONG[2:]
+    sizes = [
+        sum(map(stored_bytes, served(tiny_model, asked, **SIXTEEN, **settings)))
+        for settings in (
+            {"policy": "uniform:fp16"},
+            {"policy": "diffkv", "alpha_high": 1.0},
+            {"policy": "leankv", "mass_high": 0.6},
+            {"policy": "diffkv", "alpha_high": 1e9},
+        )
+    ]
+    assert sizes[0] > max(sizes[1:3]) > min(sizes[1:3]) > sizes[3]
+
+
+def test_an_answer_is_lowered_from_sixteen_bits(tiny_model: Path) -> None:
+    high = pages_after(tiny_model, 400, alpha_high=0.0, **SIXTEEN)
+    mixed = pages_after(tiny_model, 400, alpha_high=1.0, score_every_tokens=4, **SIXTEEN)
+    low = pages_after(tiny_model, 400, alpha_high=1e9, score_every_tokens=4, **SIXTEEN)
+    assert low < mixed < high
+
+
+def test_thresholds_of_a_prompt_are_scaled_by_head_row(tiny_model: Path, tmp_path: Path) -> None:
+    """A scale of 0 keeps all tokens of a head row high, and a large one makes all of them low."""
+    facts = describe(tiny_model)
+    rows = facts.geometry.head_rows
+    profile = Profile(
+        model="tiny",
+        weights=facts.weights,
+        config=facts.config,
+        geometry=facts.geometry,
+        settings=Settings(policy="diffkv", alpha_high=1.0, recent_window_tokens=20),
+    )
+    low = list[NDArray[np.int32]]()
+    for one in (profile, profile.with_alpha_scales([6e4] + [0.0] * (rows - 1))):
+        one.write(tmp_path / "profile.json")
+        low.append(low_tokens(tiny_model, tmp_path / "profile.json"))
+    even, scaled = low
+    assert even[1:].any()
+    assert not scaled[1:].any()
+    assert scaled[0] > even.max()
+
+
+def low_tokens(path: Path, profile: Path) -> NDArray[np.int32]:
+    """Low tokens of a prompt by head row."""
+    handles = list[Compressed]()
+
+    def watch(message: Message) -> None:
+        if isinstance(message, Compressed):
+            handles.append(message)
+
+    settings = config(compressor={"policy": "diffkv", "profile": str(profile)})
+    with LocalServer(settings, path, watch=watch) as server:
+        server.complete([server.request(prompt(400), greedy(5))])
+    runs = {run.format: np.frombuffer(run.tokens, "<i4") for run in handles[0].handle.runs}
+    return runs["k4v2"]
 
 
 def take_all(server: LocalServer) -> Iterator[NDArray[np.int32]]:

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from triptych.cli.list_options import integers, names, numbers
+from triptych.cli.list_options import integers, names, numbers, numbers_or_zero
 from triptych.cli.output import console, make_table, notes, write_json
 from triptych.cli.quality.studies import run_with_progress
 from triptych.core.config import AppConfig, CompressorConfig, ModelConfig
@@ -41,6 +41,16 @@ def calibrate(
         str, typer.Option(help="Candidate formats of the others.")
     ] = "k4v2,k4v4",
     alphas: Annotated[str, typer.Option(help="Candidates for alpha_high.")] = "2,3,4,5,6,8",
+    low_alphas: Annotated[
+        str, typer.Option(help="Candidates for alpha_low; above 0 tokens are dropped.")
+    ] = "0",
+    scales: Annotated[
+        Literal["none", "head", "layer"],
+        typer.Option(
+            help="Also fit thresholds of each KV head or layer, and keep them if they take fewer "
+            "bytes within the limits."
+        ),
+    ] = "none",
     windows: Annotated[str, typer.Option(help="Candidates for recent_window_tokens.")] = "16,32",
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "1024",
     documents: Annotated[int, typer.Option(min=1, help="Texts per context length.")] = 6,
@@ -93,6 +103,8 @@ def calibrate(
         high_format=high_format,
         low_formats=tuple(names(low_formats)),
         alphas=tuple(numbers(alphas)),
+        low_alphas=tuple(numbers_or_zero(low_alphas)),
+        scales=scales,
         windows=tuple(integers(windows)),
         contexts=tuple(integers(contexts)),
         documents=documents,
@@ -113,7 +125,10 @@ def calibrate(
     found.profile.write(output)
     if json_file:
         rows = [row.as_json() for row in found.rows]
-        write_json({"host": host_info(), "chosen": found.chosen, "rows": rows}, json_file)
+        parts = {"host": host_info(), "chosen": found.chosen, "rows": rows}
+        if found.scaled is not None:
+            parts |= {"scaled": found.scaled.as_json(), "scales": found.profile.alpha_scales}
+        write_json(parts, json_file)
     _show(found)
     notes.print(f"wrote {output}", markup=False, soft_wrap=True)
 
@@ -123,6 +138,9 @@ def _show(found: "CalibrationResult") -> None:
         [row.method, "chosen" if row.method == found.chosen else "", *_figures(row.as_json())]
         for row in sorted(found.rows, key=lambda row: (str(row.context), row.bytes_all_in_ratio))
     ]
+    if found.scaled is not None:
+        note = "kept" if found.profile.alpha_scales else "not kept"
+        lines.append(["with scales", note, *_figures(found.scaled.as_json())])
     console.print(make_table(("method", "", *COLUMNS), lines))
     _show_profile(found.profile)
 

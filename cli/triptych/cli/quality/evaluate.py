@@ -53,18 +53,8 @@ QUICK_CONTEXTS = "1024"
 SplitName = Literal["calibration", "evaluation", "test"]
 """As ``evals.data.texts.Split``, which is slow to import."""
 POINTS = (
-    "axis",
-    "setting",
-    "read",
-    "hit",
-    "us",
-    "KL",
-    "+-",
-    "95 %",
-    "top-1",
-    "+-",
-    "perplexity",
-    "+-",
+    *("axis", "setting", "read", "held", "hit", "us", "KL", "+-", "95 %"),
+    *("top-1", "+-", "perplexity", "+-", "neutral"),
 )
 
 
@@ -277,7 +267,7 @@ def ablate_command(
     if json_file:
         seconds = {"seconds": round(time.monotonic() - started, 1)}
         write_json({"host": host, **seconds, **found.as_json()}, json_file)
-    _show_ablated(found)
+    show_ablated(found)
     if plot:
         from triptych.evals.studies.plot import plot_axes
 
@@ -285,17 +275,20 @@ def ablate_command(
             notes.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _show_ablated(found: "AblationResults") -> None:
+def show_ablated(found: "AblationResults") -> None:
+    """Print a table of axes, and one of tasks."""
     lines = [
         (
             point.axis,
             point.setting,
             point.bytes_read_ratio,
+            point.bytes_held_ratio,
             point.attention_hit.mean if point.attention_hit else None,
             point.attention_us,
             *(point.kl.mean, point.kl.deviation, _interval(point.kl)),
             *(point.top1_agreement.mean, point.top1_agreement.deviation),
             *(point.perplexity_ratio.mean, point.perplexity_ratio.deviation),
+            "yes" if point.is_neutral else "no",
         )
         for point in found.points
     ]

@@ -84,7 +84,7 @@ def describe_precision(plan: AppPlan) -> Iterator[str]:
     policy = plan.pages.policy
     if plan.pages.others:
         yield "methods of requests: " + ", ".join(plan.pages.by_method)
-    if not policy.is_quantized:
+    if not policy.compresses:
         yield "all tokens in 16 bits"
         return
     recent = plan.pages.recent.format.name.upper()

@@ -227,11 +227,13 @@ class CompressorConfig:
     start."""
 
     high_format: str = "auto"
-    """Format of significant tokens (``diffkv``) and of merged ones (``learned:merge``); ``auto``
-    without a profile: ``k8v4``."""
+    """Format of significant tokens (``diffkv``, ``leankv``) and of merged ones (``learned:merge``);
+    ``auto`` without a profile: ``k8v4``. With ``fp16`` sink and recent window have 16 bits too, and
+    requests use no cached prefixes."""
 
     low_format: str = "auto"
-    """Format of the less significant ones (``diffkv``); ``auto`` without a profile: ``k4v2``."""
+    """Format of the less significant ones (``diffkv``, ``leankv``); ``auto`` without a profile:
+    ``k4v2``."""
 
     alpha_high: float | Auto = "auto"
     """A token of n is high if its mean attention from later ones reaches ``alpha_high / n``;
@@ -239,6 +241,10 @@ class CompressorConfig:
 
     alpha_low: float | Auto = "auto"
     """Below ``alpha_low / n`` it is dropped; 0, which is ``auto`` without a profile, drops none."""
+
+    head_alphas: Literal["auto", "even"] = "auto"
+    """Whether ``alpha_high`` and ``alpha_low`` are scaled for each layer and KV head: ``auto``: by
+    the profile, if it has scales (``triptych calibrate --scales``); ``even``: the same for all."""
 
     mass_high: float = 0.05
     """The least significant tokens that together receive less than this share of all attention are
@@ -259,16 +265,16 @@ class CompressorConfig:
     """Newest tokens that stay in 8 bits (K8V8); ``auto`` without a profile: 64."""
 
     high_window_tokens: int = 64
-    """``diffkv``: newest tokens that are always at least high, because too few later tokens have
-    attended to them."""
+    """``diffkv``, ``leankv``: newest tokens that are always at least high, because too few later
+    tokens have attended to them."""
 
     sink_tokens: int = 1
     """First tokens, kept in 8 bits (K8V8) and rounded up to whole small pages (attention sinks)."""
 
     score_every_tokens: int = 8
-    """``diffkv`` and ``h2o:generate``: output tokens between two measurements of the attention that
-    each token receives; 0 (``diffkv``): no measurement, every token that leaves the window is
-    high."""
+    """``diffkv``, ``leankv`` and ``h2o:generate``: output tokens between two measurements of the
+    attention that each token receives; 0 (not ``h2o:generate``): no measurement, every token that
+    leaves the window is high."""
 
     floor: Literal["low", "high"] = "low"
     """Lowest class that may store tokens of requests: ``low`` (as the policy decides; while memory

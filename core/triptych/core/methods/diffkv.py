@@ -5,7 +5,7 @@ from dataclasses import replace
 from triptych.core.config import CompressorConfig
 from triptych.core.methods.composition import Method
 from triptych.core.methods.parts import ATTENTION, HADAMARD, ONE_RANGE, classes_by_threshold
-from triptych.core.policy import Policy, chosen, settings_of, two_classes
+from triptych.core.policy import Policy, alpha_scales_of, chosen, settings_of, two_classes
 from triptych.core.profile import Profile
 
 
@@ -20,6 +20,7 @@ def by_mean_attention(config: CompressorConfig, profile: Profile | None = None) 
         two_classes(config, profile),
         alpha_high=alpha_high,
         alpha_low=chosen(config.alpha_low, known.alpha_low),
+        alpha_scales=alpha_scales_of(config, profile),
         score_every=config.score_every_tokens if alpha_high > 0 else 0,
     )
 

@@ -14,14 +14,19 @@ def by_share_of_attention(config: CompressorConfig, profile: Profile | None = No
 
     Source: LeanKV, section 4.2
     """
-    classes = two_classes(config, profile)
-    return replace(classes, mass_high=config.mass_high, mass_low=config.mass_low)
+    return replace(
+        two_classes(config, profile),
+        mass_high=config.mass_high,
+        mass_low=config.mass_low,
+        score_every=config.score_every_tokens if config.mass_high > 0 else 0,
+    )
 
 
 METHOD = Method(
     name="leankv",
-    idea="prompt tokens high, low or dropped by shares of all attention",
+    idea="tokens high, low or dropped by shares of all attention",
     paper="LeanKV",
+    version=2,
     policy=by_share_of_attention,
     scorer=ATTENTION,
     budget=classes_by_threshold("shares_of_the_whole"),

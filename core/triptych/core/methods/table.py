@@ -186,7 +186,7 @@ def _together(policies: Sequence[Policy]) -> tuple[Policy, ...]:
     names = [policy.name for policy in policies]
     if len(set(names)) < len(names):
         raise ConfigError(f"compressor.methods={names}: expected different names")
-    first, *rest = [policy for policy in policies if policy.is_quantized] or policies
+    first, *rest = [policy for policy in policies if policy.compresses] or policies
     for policy in rest:
         if policy.kv_rotation != first.kv_rotation:
             raise ConfigError(

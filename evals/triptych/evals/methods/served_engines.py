@@ -8,8 +8,10 @@ import torch
 
 from triptych.core.config import AppConfig
 from triptych.core.errors import ModelError
+from triptych.core.handles import KVHandle
 from triptych.core.messages import Compressed, Message, Sampling
 from triptych.core.methods.table import policy_of
+from triptych.core.pages import PagePlan
 from triptych.evals.data.cases import Case, Outcome
 from triptych.evals.metrics.footprint import of_handle
 from triptych.evals.metrics.teacher_forcing import ForcedTokens, TeacherForcing
@@ -71,6 +73,29 @@ class EngineMethod:
                 )
             )
         return outcomes
+
+
+def compressed_prompts(
+    config: AppConfig, model_path: Path, prompts: Sequence[Sequence[int]]
+) -> tuple[PagePlan, list[KVHandle]]:
+    """The page plan, and what the decode stage receives of each prompt, without a prefix cache.
+
+    Raises: ModelError if a request fails
+    """
+    handles = dict[str, KVHandle]()
+
+    def on_message(message: Message) -> None:
+        if isinstance(message, Compressed):
+            handles[message.request] = message.handle
+
+    pool = replace(config.pool, disk_path="", disk_bytes=0, prefix_bytes=0)
+    with LocalServer(replace(config, pool=pool), model_path, watch=on_message) as server:
+        sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
+        requests = [server.request(prompt, sampling) for prompt in prompts]
+        for answer in server.complete(requests):
+            if answer.error is not None:
+                raise ModelError(answer.error.message)
+        return server.plan, [handles[request.id] for request in requests]
 
 
 def _sampling(case: Case, number: int) -> Sampling:

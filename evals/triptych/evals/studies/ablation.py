@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import sqrt
+from math import log, sqrt
 from statistics import mean, stdev
 
 from triptych.core.config import AppConfig, require
@@ -45,8 +45,41 @@ AXES: dict[str, dict[str, str]] = {
         "one class, low": "uniform:k4v2",
         "one class, high": "uniform:k8v4",
     },
+    "pruning": {f"{low:g}": f"{DEFAULT}+alpha_low={low:g}" for low in (0, 0.02, 0.1, 0.5, 1)},
+    "low_format": {
+        form.upper(): f"{DEFAULT}+low_format={form}" for form in ("k4v4", "k4v2", "k2v4", "k4v1")
+    },
+    "levels": {
+        "K8V4, K4V2": DEFAULT,
+        "FP16, K8V4": f"{DEFAULT}+high_format=fp16+low_format=k8v4",
+        "FP16, K4V2": f"{DEFAULT}+high_format=fp16",
+        "K8V8, K4V4": f"{DEFAULT}+high_format=k8v8+low_format=k4v4",
+    },
+    "combination": {
+        "quantized, K8V4": "uniform:k8v4",
+        "quantized, K4V4": "uniform:k4v4",
+        "quantized, K4V2": "uniform:k4v2",
+        "pruned, half": "mean_attention+keep=0.5",
+        "pruned, three quarters": "mean_attention+keep=0.25",
+        "both": f"{DEFAULT}+alpha_low=0.1",
+        "both, more pruned": f"{DEFAULT}+alpha_low=0.5",
+    },
+    "shares": {
+        f"{high:.1%}, {low:.1%}": f"leankv+mass_high={high:g}+mass_low={low:g}"
+        for high in (0.005, 0.01, 0.05, 0.1, 0.2)
+        for low in (0.0, 0.001, 0.005, 0.01)
+        if low <= high
+    },
+    "answers": {
+        "classified": "leankv",
+        "all high": "leankv+score_every_tokens=0",
+        "diffkv, classified": DEFAULT,
+        "diffkv, all high": f"{DEFAULT}+score_every_tokens=0",
+    },
 }
 """By axis: label of each setting, and the method that has it."""
+STANDARD = ("page", "keep", "rank", "dense", "reading", "compressor")
+"""Axes unless told otherwise."""
 
 DIAGNOSTICS = ("passkey", "repetition", "rare", "aliasing")
 DIAGNOSED = (DEFAULT, *BASELINES)
@@ -66,7 +99,7 @@ class Ablation:
     model: str = ""
     """Name or path; empty: that of ``base``."""
     base: AppConfig = field(default_factory=AppConfig)
-    axes: tuple[str, ...] = tuple(AXES)
+    axes: tuple[str, ...] = STANDARD
     seeds: int = 5
     """Number of seeds; each has its own texts and tasks."""
     context: int = 1024
@@ -148,6 +181,10 @@ class Point:
     kl: SeedStats
     top1_agreement: SeedStats
     perplexity_ratio: SeedStats
+    is_neutral: bool
+    """LeanKV's rule: the mean log perplexity is within three standard deviations of that of the
+    full cache. Draws differ in their texts, so the deviation is that of texts and the rule is
+    weak; the interval of KL is the stricter one."""
     attention_us: float | None = None
     """Microseconds of selection and attention of one layer of one request in such pages, at the
     context of the ablation; None where the axis is not that of the page size."""
@@ -272,7 +309,18 @@ def _point(axis: str, label: str, name: str, rows: Sequence[Row]) -> Point:
         kl=SeedStats.of([row.summary.kl for row in rows]),
         top1_agreement=SeedStats.of([row.summary.top1_agreement for row in rows]),
         perplexity_ratio=SeedStats.of([row.summary.perplexity_ratio for row in rows]),
+        is_neutral=is_neutral(rows),
     )
+
+
+def is_neutral(rows: Sequence[Row]) -> bool:
+    """Whether a method's mean log perplexity is that of the full cache within three deviations.
+
+    Source: LeanKV, section 7.2 (performance-neutral: three standard deviations of FP16's runs)
+    """
+    full = [log(row.summary.perplexity_full) for row in rows]
+    ours = [log(row.summary.perplexity) for row in rows]
+    return abs(mean(ours) - mean(full)) <= 3 * stdev(full)
 
 
 def scores_of(seeds: Sequence[Sequence[TaskRow]]) -> list[Score]:

@@ -2,7 +2,8 @@
 
 Nothing is trained. Mean keys are measured once, then every candidate runs through the engines on
 the calibration split, which no evaluation uses. The candidate with the fewest bytes that meets the
-target becomes the profile.
+target becomes the profile. Thresholds of each head or layer are fitted afterwards, and kept if they
+take fewer bytes at the target.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from triptych.evals.data.vocabulary import Vocabulary
 from triptych.evals.methods.full_cache import TransformersRunner
 from triptych.evals.methods.mean_keys import mean_keys
 from triptych.evals.methods.method_names import SERVED
+from triptych.evals.studies.alpha_scales import ScalesPlan, Unit, fit_alpha_scales
 from triptych.evals.studies.report import Row
 from triptych.evals.studies.study import Results, Study
 from triptych.workers.compress.learned.known_networks import find_networks
@@ -68,7 +71,11 @@ class Calibration:
     high_format: str = "k8v4"
     low_formats: tuple[str, ...] = ("k4v2", "k4v4")
     alphas: tuple[float, ...] = (2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
-    """Candidates for ``alpha_high``. No candidate drops tokens."""
+    """Candidates for ``alpha_high``."""
+    low_alphas: tuple[float, ...] = (0.0,)
+    """Candidates for ``alpha_low``, up to ``alpha_high``; above 0 tokens are dropped."""
+    scales: Unit | Literal["none"] = "none"
+    """What gets thresholds of its own."""
     windows: tuple[int, ...] = (16, 32)
     contexts: tuple[int, ...] = (1024,)
     documents: int = 6
@@ -84,14 +91,18 @@ class Calibration:
         """Settings by the method name that a study parses."""
         return {
             f"diffkv+high_format={self.high_format}+low_format={low}+alpha_high={alpha:.9g}"
-            f"+recent_window_tokens={window}": Settings(
+            f"+alpha_low={dropped:.9g}+recent_window_tokens={window}": Settings(
                 policy="diffkv",
                 high_format=self.high_format,
                 low_format=low,
                 alpha_high=alpha,
+                alpha_low=dropped,
                 recent_window_tokens=window,
             )
-            for low, alpha, window in product(self.low_formats, self.alphas, self.windows)
+            for low, alpha, dropped, window in product(
+                self.low_formats, self.alphas, self.low_alphas, self.windows
+            )
+            if dropped <= alpha
         }
 
 
@@ -102,6 +113,9 @@ class CalibrationResult:
     profile: Profile
     rows: list[Row]
     chosen: str
+    scaled: Row | None = None
+    """The chosen candidate with thresholds of its own for each head or layer, if they were fitted;
+    the profile has them if it meets the target with fewer bytes."""
 
 
 def calibrate(plan: Calibration, run: RunStudy) -> CalibrationResult:
@@ -118,8 +132,34 @@ def calibrate(plan: Calibration, run: RunStudy) -> CalibrationResult:
         settings=plan.candidates[chosen.method],
         measured=tuple(_fidelity(row) for row in results.rows if _is_of(row, chosen.method)),
     )
+    scaled = None
+    if plan.scales != "none":
+        profile, scaled = _with_scales(profile, chosen, plan, run)
     profile = with_other_methods(profile, plan, run)
-    return CalibrationResult(profile=profile, rows=results.rows, chosen=chosen.method)
+    return CalibrationResult(
+        profile=profile, rows=results.rows, chosen=chosen.method, scaled=scaled
+    )
+
+
+def _with_scales(
+    profile: Profile, chosen: Row, plan: Calibration, run: RunStudy
+) -> tuple[Profile, Row]:
+    """The profile with fitted scales if they take fewer bytes at the target, and their row."""
+    assert plan.scales != "none"
+    texts = ScalesPlan(
+        unit=plan.scales,
+        context=max(plan.contexts),
+        documents=plan.documents,
+        steps=plan.steps,
+    )
+    scales = fit_alpha_scales(plan.model, profile, texts, lambda: None)
+    scaled = profile.with_alpha_scales(scales)
+    rows = _measured(scaled, (chosen.method,), plan, run).rows
+    row = rows[-1]
+    if not plan.target.is_met(row) or row.bytes_all_in_ratio >= chosen.bytes_all_in_ratio:
+        return profile, row
+    measured = tuple(_fidelity(one) for one in rows if _is_of(one, chosen.method))
+    return replace(scaled, measured=measured), row
 
 
 def with_other_methods(profile: Profile, plan: Calibration, run: RunStudy) -> Profile:

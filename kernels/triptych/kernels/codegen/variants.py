@@ -274,7 +274,8 @@ def _compact() -> Iterator[Planned]:
         served = served_layouts(dim)[method]
         high, low, *_ = *(_section(layout) for layout in served.plan.classes), None
         arena = _arena_of(served)
-        made = compact.plan_rows(arena, high, low, row, row, row, (1.0, 0.3), found)
+        limits = _meta(4, 8, 2, dtype=torch.float64)
+        made = compact.plan_rows(arena, high, low, row, row, row, limits, found)
         yield f"{method} d{dim}", made
 
 

@@ -1,11 +1,18 @@
 """Ops that assign tokens to high, low or dropped, and plan the place of each in its class."""
 
-from triptych.kernels.compact import evict, reference, retire
+from triptych.kernels.compact import evict, mass, reference, retire
 from triptych.kernels.compact.mass import mass_limits
 from triptych.kernels.compact.retire import Retirement
 from triptych.kernels.op import Op
 
-__all__ = ["Retirement", "mass_limits", "plan_eviction", "plan_retirement", "plan_tokens"]
+__all__ = [
+    "Retirement",
+    "mass_limits",
+    "plan_eviction",
+    "plan_retirement",
+    "plan_tokens",
+    "stored_mass_limits",
+]
 
 plan_tokens = Op(
     name="plan_tokens",
@@ -32,5 +39,14 @@ plan_eviction = Op(
     fast={
         "cpu": "triptych.kernels.compact.evict_rows:plan_eviction",
         "cuda": "triptych.kernels.compact.evict_rows:plan_eviction",
+    },
+)
+
+stored_mass_limits = Op(
+    name="stored_mass_limits",
+    spec=mass.stored_mass_limits,
+    fast={
+        "cpu": "triptych.kernels.compact.cpu:stored_mass_limits",
+        "cuda": "triptych.kernels.compact.mass:gathered_mass_limits",
     },
 )

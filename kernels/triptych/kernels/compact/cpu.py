@@ -1,6 +1,8 @@
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
 # numba is untyped.
-"""``plan_retirement`` on the CPU: one pass over scores and positions in the pages."""
+"""``plan_retirement`` and ``stored_mass_limits`` on the CPU: passes over scores and positions."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -24,10 +26,9 @@ def plan_retirement(
     slots: Tensor,
     now: Tensor,
     first_leaving: Tensor,
+    limits: Tensor,
     *,
     count: int,
-    alpha_high: float,
-    alpha_low: float,
 ) -> Retirement[Tensor]:
     """See ``retire.plan_retirement``."""
     check_indices(slots, now, first_leaving)
@@ -42,12 +43,44 @@ def plan_retirement(
         slots.numpy(),
         now.numpy(),
         first_leaving.numpy(),
-        alpha_high,
-        alpha_low,
+        limits.numpy(),
         count,
         numbers,
     )
     return Retirement(torch.from_numpy(numbers))
+
+
+def stored_mass_limits(
+    arena: Tensor,
+    classified: Sequence[Section],
+    recent: Section,
+    slots: Tensor,
+    now: Tensor,
+    end: Tensor,
+    *,
+    masses: tuple[float, float],
+) -> Tensor:
+    """See ``mass.stored_mass_limits``. At most two classes."""
+    check_indices(slots, now, end)
+    high, low = classified if len(classified) == 2 else (classified[0], None)
+    found = np.zeros((len(slots), recent.tokens.shape[1], 2))
+    words = arena.numpy().view(np.int32)
+    small = arena.view(-1, recent.layout.size_bytes).numpy().view(np.int32)
+    _limits(
+        words,
+        words.view(np.float32),
+        small,
+        small.view(np.float32),
+        *_table(arena, high),
+        *(_table(arena, low) if low is not None else _no_table(high)),
+        *_table(arena, recent),
+        slots.numpy(),
+        now.numpy(),
+        end.numpy(),
+        np.array(masses),
+        found,
+    )
+    return torch.from_numpy(found)
 
 
 def _table(arena: Tensor, section: Section) -> tuple:
@@ -72,14 +105,14 @@ def _offsets(arena: Tensor, layout: PageLayout) -> np.ndarray:
 def _plan(
     words, numbers,
     high, high_pages, high_tokens, low, low_pages, low_tokens,
-    slots, now, first_leaving, alpha_high, alpha_low, count, found,
+    slots, now, first_leaving, limits, count, found,
 ):  # fmt: skip
     for r in range(len(slots)):
         slot, seen = slots[r], now[r]
-        is_high, is_low = min(1.0, alpha_high / seen), min(1.0, alpha_low / seen)
         for head in range(found.shape[1]):
             row = words, numbers, high, high_pages[slot, head], high_tokens[slot, head], seen
             low_row = words, numbers, low, low_pages[slot, head], low_tokens[slot, head], seen
+            is_high, is_low = limits[r, head]
             _plan_row(row, low_row, first_leaving[r], is_high, is_low, count, found[r, head])
 
 
@@ -174,3 +207,56 @@ def _least(row, end, limit, wanted):
                     at -= 1
                 places[at], means[at] = start + token, mean
     return places[:found], means[:found]
+
+
+@kernel
+def _limits(
+    words, numbers, small, small_numbers,
+    high, high_pages, high_tokens, low, low_pages, low_tokens, recent, recent_pages, recent_tokens,
+    slots, now, end, masses, found,
+):  # fmt: skip
+    for r in range(len(slots)):
+        slot, seen = slots[r], now[r]
+        for head in range(found.shape[1]):
+            count = high_tokens[slot, head] + low_tokens[slot, head]
+            means = np.empty(count, np.float32)
+            row = words, numbers, high, high_pages[slot, head], high_tokens[slot, head], seen
+            total, kept = _collect(row, end[r], means, 0, 0.0)
+            row = words, numbers, low, low_pages[slot, head], low_tokens[slot, head], seen
+            total, kept = _collect(row, end[r], means, kept, total)
+            pages, tokens = recent_pages[slot, head], recent_tokens[slot, head]
+            row = small, small_numbers, recent, pages, tokens, seen
+            total, _none = _collect(row, -1, means, kept, total)
+            ordered = np.sort(means[:kept])
+            for part in range(len(masses)):
+                if masses[part] > 0 and kept > 0:
+                    found[r, head, part] = _limit_of(ordered, masses[part] * total)
+
+
+@inlined
+def _limit_of(ordered, wanted):
+    """The first number up to which the sum reaches ``wanted``, or infinity."""
+    running, at = 0.0, 0
+    while at < len(ordered):
+        running += np.float64(ordered[at])
+        if running >= wanted:
+            break
+        at += 1
+    return np.float64(ordered[at]) if at < len(ordered) else np.inf
+
+
+@inlined
+def _collect(row, end, means, kept, total):
+    """Append the significance of tokens before ``end`` to ``means``, and add that of all."""
+    words, numbers, layout, pages, count, seen = row
+    room, scores, positions = layout[0], layout[1], layout[2]
+    for start in range(0, count, room):
+        page = pages[start // room]
+        for token in range(min(room, count - start)):
+            position = words[page, positions + token]
+            mean = numbers[page, scores + token] / np.float32(seen - position)
+            total += np.float64(mean)
+            if position < end:
+                means[kept] = mean
+                kept += 1
+    return total, kept

@@ -63,16 +63,14 @@ def plan_retirement(
     slots: Tensor,
     now: Tensor,
     first_leaving: Tensor,
+    limits: Tensor,
     *,
     count: int,
-    alpha_high: float,
-    alpha_low: float,
 ) -> Retirement[Tensor]:
     """See ``retire.plan_retirement``; tokens of a page id out of range stay where they are."""
     shape = (len(slots), high.tokens.shape[1], Retirement.width(count))
     found = Retirement(torch.empty(shape, dtype=torch.int32, device=arena.device))
-    alphas = alpha_high, alpha_low
-    for launch in plan_rows(arena, high, low, slots, now, first_leaving, alphas, found):
+    for launch in plan_rows(arena, high, low, slots, now, first_leaving, limits, found):
         launch.run()
     return found
 
@@ -84,23 +82,24 @@ def plan_rows(
     slots: Tensor,
     now: Tensor,
     first_leaving: Tensor,
-    alphas: tuple[float, float],
+    limits: Tensor,
     found: Retirement[Tensor],
 ) -> list[Launch]:
     """The launch of one call of ``plan_retirement``; it writes to ``found``."""
     rows, heads, _ = found.numbers.shape
     check_indices(slots, now, first_leaving)
-    check_device("plan_retirement", arena, slots, now, first_leaving)
+    check_device("plan_retirement", arena, slots, now, first_leaving, limits)
+    if limits.dtype != torch.float64:
+        raise ConfigError(f"plan_retirement: limits {limits.dtype}: expected float64")
     for section in (high, low):
         if section is not None:
             check_arena(arena, section.layout)
             check_indices(section.pages, section.tokens)
             check_device("plan_retirement", arena, section.pages, section.tokens)
-    seen = now.double()
-    limits = torch.stack([alpha / seen for alpha in alphas], 1).clamp(max=1.0)
     arguments = (
         arena, arena.shape[0], slots.contiguous(), now.contiguous(), first_leaving.contiguous(),
-        limits, found.tokens, *section_arguments(high), *_low_arguments(low), found.numbers,
+        limits.contiguous(), found.tokens, *section_arguments(high), *_low_arguments(low),
+        found.numbers,
     )  # fmt: skip
     constants = {
         "HIGH": form_of(high.layout),

@@ -56,8 +56,8 @@ def retire_tokens(
     """
     line = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     seen, first = tl.load(now + tl.program_id(2)), tl.load(first_leaving + tl.program_id(2))
-    is_high = tl.load(limits + tl.program_id(2) * 2)
-    is_low = tl.load(limits + tl.program_id(2) * 2 + 1)
+    is_high = tl.load(limits + line * 2)
+    is_low = tl.load(limits + line * 2 + 1)
     order = tl.arange(0, COUNT)
     table, width, n_high = row_of(
         high_table, high_tokens, slots, high_slots, high_width, high_by_slot, high_by_head,

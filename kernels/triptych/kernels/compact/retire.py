@@ -71,10 +71,9 @@ def plan_retirement(
     slots: Tensor,
     now: Tensor,
     first_leaving: Tensor,
+    limits: Tensor,
     *,
     count: int,
-    alpha_high: float,
-    alpha_low: float,
 ) -> Retirement[Tensor]:
     """Plan to add ``count`` new tokens to the high class of each head row and to downgrade others.
 
@@ -88,24 +87,26 @@ def plan_retirement(
       low threshold.
     - Below both thresholds: the token is dropped.
 
+    ``limits``: the high and the low threshold of each head row.
+
     A new token takes the place of a token that left high, so the high pages have no gaps.
 
     The plan equals Algorithm 1 applied token after token with constant scores and thresholds: a
     token that has moved is not downgraded again, so the victims are the least significant tokens
     of the state before.
 
-    Shapes:  arena [P, page_bytes]; slots, now (tokens seen), judged [R]
-    Dtypes:  uint8; int32
+    Shapes:  arena [P, page_bytes]; slots, now (tokens seen), first_leaving [R]; limits [R, KH, 2]
+    Dtypes:  uint8; int32; float64
     Promise: no token moves to a higher class; a head row grows by at most ``count`` tokens
     Source:  DiffKV, Algorithm 1; LeanKV, section 4.2 (generation phase)
     """
     rows = [
         _plan_row(
-            _row(arena, high, int(slots[r]), head, int(now[r])),
-            _row(arena, low, int(slots[r]), head, int(now[r])) if low is not None else [],
+            row_tokens(arena, high, int(slots[r]), head, int(now[r])),
+            row_tokens(arena, low, int(slots[r]), head, int(now[r])) if low is not None else [],
             range(int(first_leaving[r]), int(first_leaving[r]) + count),
-            min(1.0, alpha_high / int(now[r])),
-            min(1.0, alpha_low / int(now[r])),
+            float(limits[r, head, 0]),
+            float(limits[r, head, 1]),
         )
         for r in range(len(slots))
         for head in range(high.tokens.shape[1])
@@ -149,7 +150,7 @@ def _least(tokens: list[tuple[float, int]], limit: float, count: int) -> list[in
     return [place for mean, place in sorted(tokens) if mean < limit][:count]
 
 
-def _row(arena: Tensor, section: Section, slot: int, head: int, now: int) -> list[Token]:
+def row_tokens(arena: Tensor, section: Section, slot: int, head: int, now: int) -> list[Token]:
     """The tokens of one head row in the order of their places."""
     count = int(section.tokens[slot, head])
     pages = section.forward_pages[slot, head][: section.layout.pages(count)].long()

@@ -37,13 +37,15 @@ def check(
     if len(stored) > 1:
         stored[1] = replace(stored[1], pages=stored[1].pages.flip(-1), backward=True)
     slots = torch.tensor([1, 0], dtype=torch.int32)
-    options: dict[str, Any] = {"count": 13, "alpha_high": alphas[0], "alpha_low": alphas[1]}
+    scales = torch.tensor([1.0, 1.4], dtype=torch.float64)
+    limits = torch.tensor(alphas, dtype=torch.float64) * scales[:, None] / now[:, None, None]
+    limits, options = limits.clamp(max=1.0), {"count": 13}
     low = stored[1] if len(stored) > 1 else None
     want = plan_retirement.on("reference")(
-        cache.arena, stored[0], low, slots, now, first_leaving, **options
+        cache.arena, stored[0], low, slots, now, first_leaving, limits, **options
     )
     moved = [device.section(section) for section in stored]
-    inputs = device.take(slots, now, first_leaving)
+    inputs = device.take(slots, now, first_leaving, limits)
     (arena,) = device.take(cache.arena)
     low = moved[1] if len(moved) > 1 else None
     got = plan_retirement.on("cuda")(arena, moved[0], low, *inputs, **options)

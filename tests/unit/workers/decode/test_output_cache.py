@@ -146,7 +146,8 @@ def test_a_setting_says_which_answers_are_kept(
     [
         ({"alpha_high": 2.0, "alpha_low": 1.5}, {"TokensDropped": 2}),
         ({"score_every_tokens": 0}, {}),
-        ({"policy": "leankv", "mass_high": 0.3, "mass_low": 0.0}, {}),
+        ({"policy": "leankv", "mass_high": 0.9, "mass_low": 0.5}, {"TokensDropped": 2}),
+        ({"policy": "leankv", "mass_high": 0.3, "score_every_tokens": 0}, {}),
     ],
 )
 def test_what_would_mislead_the_next_turn_is_not_kept(

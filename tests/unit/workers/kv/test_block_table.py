@@ -1,6 +1,7 @@
 """Free list, page tables and window together: no page is lost or named twice, for 10,000 rounds."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ class Slots:
         self.seen.setdefault(slot, 0)
         at = np.array([slot], np.int32)
         if self.window.is_full(int(at[0])):
-            alphas = self.window.plan.policy.answer_alphas
+            alphas = self.window.plan.policy.answer_thresholds
             retirement = self.window.prepare(at, [self.seen[slot]], alphas)
             self._grow(self.method.classes, at, retirement.plan.counts)
             self.unused[slot] += self.window.apply(retirement)[0].tolist()
@@ -158,3 +159,14 @@ def _check_positions(slots: Slots, slot: int, alpha_low: float) -> None:
         assert set(range(max(0, seen - 30), seen)) <= set(found)
         if alpha_low == 0:
             assert sorted(found) == list(range(seen))
+
+
+def test_thresholds_of_answers_are_scaled_by_head_row() -> None:
+    random.seed(5)
+    geometry = Geometry(layers=1, kv_heads=2, head_dim=64)
+    scaled = replace(policy(1.0, 0.0, 20), alpha_scales=(0.0, 1e6))
+    slots = Slots(PagePlan(geometry, 1792, scaled))
+    for _ in range(LONGEST):
+        slots.step(0)
+    assert slots.low.tokens[0, 0, 0] == 0
+    assert slots.low.tokens[0, 0, 1] > 60

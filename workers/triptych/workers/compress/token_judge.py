@@ -86,19 +86,24 @@ class TokenJudge:
             significance = self.significance(group.raw, job.tokens)
             first, end = group.leaving.start, group.leaving.stop
             judged = slice(max(0, first - rounded), max(0, end - rounded))
-            high, low = _limits(policy, significance[:, rounded:], judged, job.tokens)
+            own_scales = slice(job.rows_before(group), job.rows_before(group) + rows)
+            scales = policy.alpha_scales[own_scales]
+            high, low = _limits(policy, significance[:, rounded:], judged, job.tokens, scales)
             return significance[:, at], high, low
         is_low = policy.high_format != job.plan.policy.high_format
         none = torch.zeros(rows, own.size, device=at.device)
         return none, none.new_full((rows,), float(is_low)), none.new_zeros(rows)
 
 
-def _limits(policy: Policy, scores: Tensor, leaving: slice, tokens: int) -> tuple[Tensor, Tensor]:
+def _limits(
+    policy: Policy, scores: Tensor, leaving: slice, tokens: int, scales: tuple[float, ...]
+) -> tuple[Tensor, Tensor]:
     """Significance thresholds of the high and the low class: [head rows] each."""
     if policy.mass_high > 0:
         total, leave = scores.sum(1), scores[:, leaving]
         high = mass_limits(leave, total, policy.mass_high)
         return high, mass_limits(leave, total, policy.mass_low)
     alphas = policy.alpha_high, policy.alpha_low
-    high, low = (scores.new_full((len(scores),), min(1.0, a / tokens)) for a in alphas)
-    return high, low
+    each = np.array(scales or (1.0,) * len(scores))
+    high, low = (np.minimum(1.0, alpha * each / tokens) for alpha in alphas)
+    return scores.new_tensor(high), scores.new_tensor(low)

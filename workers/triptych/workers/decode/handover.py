@@ -11,7 +11,7 @@ from triptych.core.config import SelectionConfig
 from triptych.core.errors import MessageError, StaleHandle
 from triptych.core.handles import LeaseRef, PageRun
 from triptych.core.messages import ROUTER, Floor, Join, Preempted, Request, Resume, Resumed, Send
-from triptych.core.policy import Policy
+from triptych.core.policy import Policy, Thresholds
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY, Checkpoint
 from triptych.workers.decode.page_selection import Selector
@@ -248,7 +248,7 @@ class RequestHandover:
         return StepOptions(
             plugins,
             selection_for(self._selection, plugin_overrides),
-            alphas=_alphas(request.floor, plan.policy, set_to.get(ALPHA_LOW, 0.0)),
+            thresholds=_thresholds(request.floor, plan.policy, set_to.get(ALPHA_LOW, 0.0)),
             most_tokens=_most_tokens(request, plan.policy),
             exit_entropy=set_to.get(EXIT_ENTROPY, 0.0),
             exit_layers=max(1, round(set_to.get(EXIT_DEPTH, 1.0) * plan.geometry.layers)),
@@ -322,12 +322,12 @@ def _tables_of(method: MethodTables, runs: Sequence[PageRun]) -> list[SectionTab
     return tables
 
 
-def _alphas(floor: Floor, policy: Policy, least_alpha_low: float) -> tuple[float, float]:
+def _thresholds(floor: Floor, policy: Policy, least_alpha_low: float) -> Thresholds:
     """Thresholds of the output tokens; ``least_alpha_low``: that of a step plug-in."""
     if floor == "high":
-        return 0.0, 0.0
-    alpha_high, alpha_low = policy.answer_alphas
-    return alpha_high, min(max(alpha_low, least_alpha_low), alpha_high)
+        return Thresholds()
+    known = policy.answer_thresholds
+    return known._replace(alpha_low=max(known.alpha_low, least_alpha_low))
 
 
 def _most_tokens(request: Request, policy: Policy) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import PageLimitReached, PoolExhausted, TriptychError
+from triptych.core.policy import Thresholds
 from triptych.kvpool import WorkerPool
 from triptych.workers.decode.page_expiry import PageExpiry
 from triptych.workers.decode.page_selection import Selector
@@ -72,25 +73,25 @@ class PageGrowth:
     def _retire_old_pages(self, batch: Sequence[RunningRequest]) -> Iterator[Failure]:
         """Compress the oldest recent pages behind the sink, in each row, once they are older than
         the window."""
-        groups = dict[tuple[Window, tuple[float, float]], list[RunningRequest]]()
+        groups = dict[tuple[Window, Thresholds], list[RunningRequest]]()
         for one in batch:
             window = self._windows.get(one.tables)
             if window is not None and window.is_full(one.slot):
-                groups.setdefault((window, one.options.alphas), []).append(one)
-        for (window, alphas), full in groups.items():
-            yield from self._retire(window, full, alphas)
+                groups.setdefault((window, one.options.thresholds), []).append(one)
+        for (window, thresholds), full in groups.items():
+            yield from self._retire(window, full, thresholds)
 
     def _retire(
-        self, window: Window, full: Sequence[RunningRequest], alphas: tuple[float, float]
+        self, window: Window, full: Sequence[RunningRequest], thresholds: Thresholds
     ) -> Iterator[Failure]:
-        """Retire recent pages of requests of one method that share the same ``alphas``.
+        """Retire recent pages of requests of one method that share the same thresholds.
 
         The emptied pages are the next ones of the request, and so are those that expire.
         """
         self._expire(full)
         slots, seen, tables = _slots(full), [one.position for one in full], full[0].tables
         most = [one.options.most_tokens for one in full]
-        retirement = window.prepare(slots, seen, alphas, most)
+        retirement = window.prepare(slots, seen, thresholds, most)
         gone = set[RunningRequest]()
         for failure in self._grow(full, slots, tables.classes, retirement.plan.counts):
             gone.add(failure[0])

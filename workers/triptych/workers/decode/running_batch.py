@@ -11,6 +11,7 @@ from triptych.core.config import SelectionConfig
 from triptych.core.handles import LeaseRef
 from triptych.core.images import rotary_offset
 from triptych.core.messages import ROUTER, PageLimit, PagesWanted, Send
+from triptych.core.policy import Thresholds
 from triptych.workers.decode.output_cache import FinishedOutput
 from triptych.workers.decode.plugins.pipeline import Chosen
 from triptych.workers.device import Device
@@ -29,8 +30,8 @@ class StepOptions:
     plugins: Chosen
     selection: SelectionConfig | None
     """Its page selection; None: it reads all pages."""
-    alphas: tuple[float, float]
-    """``alpha_high`` and ``alpha_low`` of its output tokens; (0, 0): all stay high."""
+    thresholds: Thresholds
+    """Of its output tokens; all 0: all of them stay high."""
     most_tokens: int
     """Tokens that a head row keeps while it generates; 0: all, or as thresholds decide."""
     exit_entropy: float

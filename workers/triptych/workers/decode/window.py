@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triptych.core.policy import Thresholds
 from triptych.kernels import (
     Retirement,
     Section,
@@ -23,6 +24,7 @@ from triptych.kernels import (
     move_tokens,
     plan_eviction,
     plan_retirement,
+    stored_mass_limits,
 )
 from triptych.workers.decode.checkpoint import LOWERED, Checkpoint
 from triptych.workers.kv.block_table import Sections
@@ -101,13 +103,12 @@ class Window:
         self,
         slots: Ids,
         seen: Sequence[int],
-        alphas: tuple[float, float],
+        thresholds: Thresholds,
         most: Sequence[int] = (),
     ) -> RetirementPlan:
         """Plan the retirement of the pages behind the sink; ``seen``: tokens of each request.
 
-        ``alphas``: ``alpha_high`` and ``alpha_low`` of these requests. ``most``: tokens that a head
-        row of each keeps while it generates; 0, or no numbers: all.
+        ``most``: tokens that a head row of each keeps while it generates; 0, or no numbers: all.
 
         The tokens of the pages become high. As many older tokens leave the high window and are
         classified by significance: their positions are a fixed distance behind those of the pages.
@@ -119,20 +120,19 @@ class Window:
         if any(most):
             plan = self._evict(rows, np.array(seen, np.int32), np.array(most, np.int32))
         else:
-            plan = self._classify(rows, *alphas)
+            plan = self._classify(rows, thresholds)
         numbers = plan.numbers.cpu().numpy().reshape(layers, len(slots), kv_heads, -1)
         self._append_in_windows(numbers, slots)
         return RetirementPlan(slots, Retirement(numbers))
 
-    def _classify(self, rows: Ids, alpha_high: float, alpha_low: float) -> Retirement[Tensor]:
+    def _classify(self, rows: Ids, thresholds: Thresholds) -> Retirement[Tensor]:
         """Plan a retirement by thresholds; ``rows``: as ``_retiring_rows``."""
         return plan_retirement(
             self.memory.near,
             *self._class_sections(),
             *map(self.memory.device.put, rows),
+            self._limits(rows, thresholds),
             count=self.plan.retire_tokens,
-            alpha_high=alpha_high,
-            alpha_low=alpha_low,
         )
 
     def _evict(self, rows: Ids, seen: Ids, most: Ids) -> Retirement[Tensor]:
@@ -155,6 +155,37 @@ class Window:
         every = self.sections.every_layer
         low = None if self.low is None else every[self._places[LOW]]
         return every[self._places[HIGH]], low
+
+    def _limits(self, rows: Ids, thresholds: Thresholds) -> Tensor:
+        """Least significance of a high and of a low token, [layers x requests, kv_heads, 2]."""
+        alphas = np.array([thresholds.alpha_high, thresholds.alpha_low])
+        now = rows[1].reshape(len(self._scales), -1, 1, 1)
+        limits = np.minimum(1.0, alphas * self._scales[:, None, :, None] / now)
+        found = self.memory.device.put(limits.reshape(-1, *limits.shape[2:]))
+        if thresholds.mass_high > 0:
+            found = found.maximum(self._mass_limits(rows, thresholds))
+        return torch.stack((found[..., 0], found.amin(-1)), -1)
+
+    def _mass_limits(self, rows: Ids, thresholds: Thresholds) -> Tensor:
+        recent, *classes = self._places[: 1 + len(self.plan.classes)]
+        slots, now, leaving = map(self.memory.device.put, rows)
+        sections = self.sections.every_layer
+        return stored_mass_limits(
+            self.memory.near,
+            [sections[place] for place in classes],
+            sections[recent],
+            slots,
+            now,
+            leaving + self.plan.retire_tokens,
+            masses=(thresholds.mass_high, thresholds.mass_low),
+        )
+
+    @cached_property
+    def _scales(self) -> NDArray[np.float64]:
+        """What ``alpha_*`` are multiplied with, [layers, kv_heads]."""
+        layers, _, kv_heads, _ = self.recent.pages.shape
+        given = self.plan.policy.alpha_scales or (1.0,) * (layers * kv_heads)
+        return np.array(given).reshape(layers, kv_heads)
 
     def _append_in_windows(self, numbers: Ids, slots: Ids) -> None:
         """Have layers with a sliding window append the new tokens and downgrade none.

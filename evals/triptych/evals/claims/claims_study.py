@@ -1,0 +1,155 @@
+"""Measures what LeanKV and DiffKV claim about attention, tokens, bytes and long answers.
+
+Each part returns named figures for a draw of texts; means and intervals are over draws.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from triptych.core.config import AppConfig, ModelConfig, require
+from triptych.core.errors import ConfigError
+from triptych.evals.claims.attention_shape import critical_tokens, ranges
+from triptych.evals.claims.draw import ClaimModel, Draw
+from triptych.evals.claims.head_sparsity import dynamic_over_static
+from triptych.evals.claims.long_answers import drift
+from triptych.evals.claims.scorer_memory import scorer_peaks
+from triptych.evals.claims.token_classes import token_classes
+from triptych.evals.data.texts import Split, text_hash
+from triptych.evals.studies.ablation import (
+    T_975,
+    Ablation,
+    AblationResults,
+    Advance,
+    Begin,
+    SeedStats,
+    ablate,
+)
+
+AXES = ("pruning", "low_format", "levels", "combination", "shares", "answers")
+"""Axes of the ablation that belong to the claims."""
+ABLATION = "ablation"
+"""The part that runs these axes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimsStudy:
+    """The parts of a report, and the texts on which they are measured."""
+
+    model: str = ModelConfig().name
+    base: AppConfig = field(default_factory=AppConfig)
+    parts: tuple[str, ...] = ()
+    """Names in ``PARTS``, or ``ablation``; empty: all of them."""
+    seeds: int = 5
+    context: int = 1024
+    documents: int = 4
+    """Texts of each draw."""
+    steps: int = 64
+    """Tokens behind each text whose queries are measured."""
+    answer_tokens: int = 1024
+    """Tokens of the long answers."""
+    scorer_tokens: int = 2048
+    """Tokens of the prompt whose memory is measured."""
+    split: Split = "evaluation"
+
+    def __post_init__(self) -> None:
+        require(2 <= self.seeds <= len(T_975) + 1, "seeds", self.seeds, f"2 to {len(T_975) + 1}")
+        require(self.documents >= 1, "documents", self.documents, ">= 1")
+        require(self.steps >= 1, "steps", self.steps, ">= 1")
+        for part in self.parts:
+            if part not in (*PARTS, ABLATION):
+                expected = sorted((*PARTS, ABLATION))
+                raise ConfigError(f"part {part!r}: expected one of {expected}")
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The parts that run, in the order of the table."""
+        every = (*PARTS, ABLATION)
+        return tuple(part for part in every if part in (self.parts or every))
+
+    def draws(self) -> Iterator[Draw]:
+        """One draw for each seed; seed 0 is left out."""
+        model = ClaimModel.find(self.model)
+        for seed in range(1, self.seeds + 1):
+            yield Draw(model, seed, self.context, self.documents, self.steps, self.split, self.base)
+
+    def ablation(self) -> Ablation:
+        """The axes of the claims over the same draws."""
+        return Ablation(
+            model=self.model,
+            base=self.base,
+            axes=AXES,
+            seeds=self.seeds,
+            context=self.context,
+            documents=self.documents,
+            steps=self.steps,
+            tasks=(),
+        )
+
+
+Measure = Callable[[Draw, ClaimsStudy], Mapping[str, float]]
+
+PARTS: dict[str, Measure] = {
+    "ranges": lambda draw, _study: ranges(draw),
+    "critical": lambda draw, _study: critical_tokens(draw),
+    "sparsity": lambda draw, _study: dynamic_over_static(draw),
+    "classes": lambda draw, _study: token_classes(draw),
+    "memory": lambda draw, study: scorer_peaks(draw, study.scorer_tokens),
+    "drift": lambda draw, study: drift(draw, study.answer_tokens),
+}
+"""By part: the figures of a draw."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimFigure:
+    """One figure of a part over all draws."""
+
+    part: str
+    name: str
+    stats: SeedStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimsResults:
+    """Figures with the conditions of the run."""
+
+    conditions: dict[str, object]
+    figures: list[ClaimFigure]
+    ablation: AblationResults | None
+
+    def as_json(self) -> dict[str, object]:
+        axes = {} if self.ablation is None else {"ablation": self.ablation.as_json()}
+        figures = [asdict(figure) for figure in self.figures]
+        return {"conditions": self.conditions, "figures": figures, **axes}
+
+
+def measure_claims(study: ClaimsStudy, begin: Begin, advance: Advance) -> ClaimsResults:
+    """Run all parts.
+
+    Raises: ConfigError for a wrong setting or too little text; ModelError for a model with sliding
+            windows or softcaps, or if a request fails
+    """
+    parts = [part for part in study.chosen if part != ABLATION]
+    for part in parts:
+        begin(part, study.seeds)
+    values: dict[str, list[Mapping[str, float]]] = {part: [] for part in parts}
+    for draw in study.draws() if parts else ():
+        for part in parts:
+            values[part].append(PARTS[part](draw, study))
+            advance(part, 1)
+    is_ablated = ABLATION in study.chosen
+    return ClaimsResults(
+        conditions={
+            "text_hash": text_hash(study.split),
+            **{key: value for key, value in vars(study).items() if key != "base"},
+        },
+        figures=[figure for part in parts for figure in _figures(part, values[part])],
+        ablation=ablate(study.ablation(), begin, advance) if is_ablated else None,
+    )
+
+
+def _figures(part: str, draws: Sequence[Mapping[str, float]]) -> Iterator[ClaimFigure]:
+    """Figures that all draws have: a draw of few texts may lack a kind of text."""
+    for name in draws[0]:
+        found = [draw[name] for draw in draws if name in draw]
+        if len(found) == len(draws):
+            yield ClaimFigure(part=part, name=name, stats=SeedStats.of(found))

@@ -1,0 +1,154 @@
+"""Figures of the claims of LeanKV and DiffKV: exact on inputs whose answer is known."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from triptych.core.config import AppConfig, PoolConfig
+from triptych.core.errors import ConfigError
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef, PageRun
+from triptych.core.layout import Geometry
+from triptych.core.pages import PagePlan
+from triptych.core.policy import Policy
+from triptych.evals.claims.attention_shape import context_weights, critical_shares
+from triptych.evals.claims.claims_study import (
+    AXES,
+    PARTS,
+    ClaimsResults,
+    ClaimsStudy,
+    measure_claims,
+)
+from triptych.evals.claims.draw import ClaimModel, Draw
+from triptych.evals.claims.head_sparsity import kept
+from triptych.evals.claims.scorer_memory import scorer_peaks
+from triptych.evals.claims.token_classes import class_shares
+from triptych.evals.metrics.fragmentation import page_waste
+from triptych.evals.studies.ablation import AXES as ALL_AXES
+
+SMALL = AppConfig(pool=PoolConfig(kv_cache_memory_bytes=16 << 20))
+GEOMETRY = Geometry(layers=1, kv_heads=2, head_dim=64)
+PLAN = PagePlan(
+    GEOMETRY, 3584, Policy(name="diffkv", high_format="k8v4", low_format="k4v2", alpha_high=1.0)
+)
+
+
+def handle(tokens: int, **counts: list[int]) -> KVHandle:
+    runs = tuple(
+        PageRun(format=name, tokens=np.array(rows, "<i4").tobytes(), pages=b"")
+        for name, rows in counts.items()
+    )
+    return KVHandle(
+        lease_ref=LeaseRef(arena="arena", lease=LeaseId(1), generation=1), runs=runs, tokens=tokens
+    )
+
+
+def test_shares_of_classes_add_up_to_one() -> None:
+    found = class_shares(handle(200, k8v8=[20, 20], k8v4=[100, 30], k4v2=[50, 40]), PLAN)
+    assert found["high"] == 130 / 400
+    assert found["low"] == 90 / 400
+    assert found["recent"] == 40 / 400
+    assert found["dropped"] == pytest.approx(140 / 400)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_unified_page_wastes_less_than_a_page_of_each_class_and_row(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    high, low = generator.integers(0, 300, (2, 2)).tolist()
+    waste = page_waste(handle(1000, k8v8=[0, 0], k8v4=high, k4v2=low), PLAN)
+    used = sum(high) * PLAN.high.format.token_bytes(64) + sum(low) * 64
+    assert waste.used_bytes == used
+    assert waste.unified_bytes - used < 4 * PLAN.page_bytes
+    assert waste.fixed_bytes == PLAN.page_bytes * sum(
+        -(-(a + b) // PLAN.high.tokens) for a, b in zip(high, low, strict=True)
+    )
+
+
+def test_low_tokens_in_slots_of_the_high_format_waste_nearly_half() -> None:
+    waste = page_waste(handle(6400, k8v8=[0, 0], k8v4=[0, 0], k4v2=[3200, 3200]), PLAN)
+    assert waste.unified_waste < 0.03
+    assert waste.fixed_waste == pytest.approx(1 - 64 / 112)
+
+
+@pytest.fixture(scope="module")
+def draw(tiny_model: Path) -> Draw:
+    return Draw(ClaimModel(tiny_model), 1, 160, 2, 12, "evaluation", SMALL)
+
+
+def test_critical_tokens_are_the_fewest_with_most_of_the_attention(draw: Draw) -> None:
+    capture = draw.captures[0]
+    weights = context_weights(capture)
+    mine = critical_shares(capture)
+    for layer, head in ((0, 0), (1, 3)):
+        counts = list[int]()
+        for row in weights[layer, head]:
+            ordered, running = sorted(row.tolist(), reverse=True), 0.0
+            for count, weight in enumerate(ordered, 1):
+                running += weight
+                if running >= 0.95 * sum(ordered) - 1e-7:
+                    counts.append(count)
+                    break
+        wanted = np.mean(counts) / capture.context
+        assert mine[layer, head, 0].item() == pytest.approx(wanted, abs=2e-3)
+
+
+def test_weights_of_a_capture_are_those_of_its_outputs(draw: Draw) -> None:
+    """The rest of the attention is on the tokens behind the context."""
+    total = context_weights(draw.captures[0]).sum(-1)
+    assert ((total > 0.3) & (total < 1 + 1e-2)).all()
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_as_many_tokens_of_a_layer_are_kept(draw: Draw, by_head: bool) -> None:
+    capture = draw.captures[0]
+    mask = kept(capture, 0.6, by_head=by_head)
+    layers, heads, tokens = mask.shape
+    assert mask[..., :3].all()
+    assert mask[..., tokens - 64 :].all()
+    assert torch.equal(mask.sum((1, 2)), torch.full((layers,), round(0.6 * tokens) * heads))
+    assert (mask.sum(2) == round(0.6 * tokens)).all() == by_head
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Path) -> ClaimsResults:
+    study = ClaimsStudy(
+        model=str(tiny_model),
+        base=SMALL,
+        parts=("ranges", "critical", "sparsity", "classes", "drift"),
+        seeds=2,
+        context=160,
+        documents=2,
+        steps=12,
+        answer_tokens=24,
+    )
+    return measure_claims(study, lambda _n, _c: None, lambda _n, _c: None)
+
+
+def test_every_part_has_figures_with_intervals(found: ClaimsResults) -> None:
+    parts = {figure.part for figure in found.figures}
+    assert parts == {"ranges", "critical", "sparsity", "classes", "drift"}
+    for figure in found.figures:
+        low, high = figure.stats.ci95
+        assert low <= figure.stats.mean <= high
+    assert json.dumps(found.as_json())
+    by_name = {figure.name: figure.stats.mean for figure in found.figures}
+    assert by_name["default, repetition: waste of fixed slots"] >= 0
+    assert by_name["leankv: tokens before greedy answers part"] <= 6
+    assert "snapkv: KL, steps 0 to 6" in by_name
+
+
+def test_parts_and_axes_are_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match="part 'colour'"):
+        ClaimsStudy(parts=("colour",))
+    assert set(AXES) <= set(ALL_AXES)
+    assert ClaimsStudy(parts=("drift", "ranges")).chosen == ("ranges", "drift")
+    assert ClaimsStudy().chosen == (*PARTS, "ablation")
+    assert ClaimsStudy(seeds=3).ablation().axes == AXES
+
+
+@pytest.mark.slow
+def test_memory_of_scorers_is_measured_in_processes_of_their_own(draw: Draw) -> None:
+    found = scorer_peaks(draw, 150, ("diffkv",))
+    assert abs(found["diffkv: MiB over none"]) < 200

@@ -36,7 +36,12 @@ def attend(
 def check(
     device: Any, query: Tensor, arena: Tensor, sections: Sequence[Section], **options: Any
 ) -> None:
-    """Compare to the reference: float32 queries closely, bfloat16 queries roughly."""
+    """Compare to the reference: float32 queries closely, bfloat16 queries roughly.
+
+    The products of bfloat16 queries and codes are exact. Where keys have a scale for each channel,
+    it multiplies the query, and the product is rounded to fp16: logits have errors of 2**-12 of
+    each channel's part, 1.2e-3 at most in twelve random batches.
+    """
     got, lse = attend(device, query, arena, sections, **options)
     slots = options.pop("slots", torch.arange(len(query), dtype=torch.int32))
     options.setdefault("scale", query.shape[2] ** -0.5)
@@ -45,7 +50,9 @@ def check(
     want = reference(query.float(), arena, sections, slots, lse=want_lse, **options)
     tolerance = 1e-5 if query.dtype == torch.float32 else 2e-3
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+    is_scaled = any(section.layout.format.codes_whole_pages for section in sections)
+    closeness = 2e-3 if is_scaled and query.dtype != torch.float32 else 1e-5
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=closeness)
 
 
 def backward(section: Section) -> Section:

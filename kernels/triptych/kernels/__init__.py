@@ -18,7 +18,12 @@ from triptych.kernels.codec import (
 )
 from triptych.kernels.codegen.native import multiplies_bfloat
 from triptych.kernels.compact import Retirement, mass_limits, plan_retirement, plan_tokens
-from triptych.kernels.decode import decode_attention, record_scores, score_tokens
+from triptych.kernels.decode import (
+    attend_rotated,
+    decode_attention,
+    record_scores,
+    score_tokens,
+)
 from triptych.kernels.draw import draw_tokens
 from triptych.kernels.int4 import Int4Tiles, add_norm_multiply_int4, multiply_int4
 from triptych.kernels.int8 import (
@@ -70,6 +75,7 @@ __all__ = [
     "add_norm_multiply_int4",
     "add_norm_quantize",
     "append_tokens",
+    "attend_rotated",
     "decode_attention",
     "draw_tokens",
     "gate",
@@ -115,6 +121,7 @@ OPS: dict[str, Op[..., Any]] = {
         plan_tokens,
         plan_retirement,
         decode_attention,
+        attend_rotated,
         score_tokens,
         record_scores,
         summarize_pages,

@@ -9,7 +9,7 @@ an integer from -127 to 127: two digits keep 15 bits of the largest number of a 
 float32. Codes of 8 bits are multiplied as integers from -128 to 127. The sum of a query, by which
 zeros are multiplied, is that of its digits: so logits are those of one query, which is rounded.
 
-Source: integer attention as in SageAttention (Zhang et al., 2025, section 3), with exact queries
+Source: integer attention as in SageAttention (Zhang et al., 2025), with exact queries
 """
 
 import triton

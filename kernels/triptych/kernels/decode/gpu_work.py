@@ -10,7 +10,7 @@ short one gets one; no run is longer than s, and there are at most as many as wa
 each section of a head row.
 
 Source: a list of tiles for kernels with few programs, as in Stream-K (Osama et al., 2023) and
-FlashInfer (Ye et al., 2025, section 3.3); both compute it on the host.
+FlashInfer (Ye et al., 2025); both compute it on the host.
 """
 
 import triton

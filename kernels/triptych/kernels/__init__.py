@@ -25,7 +25,12 @@ from triptych.kernels.compact import (
     plan_tokens,
     stored_mass_limits,
 )
-from triptych.kernels.decode import decode_attention, record_scores, score_tokens
+from triptych.kernels.decode import (
+    attend_rotated,
+    decode_attention,
+    record_scores,
+    score_tokens,
+)
 from triptych.kernels.draw import draw_tokens
 from triptych.kernels.int4 import Int4Tiles, add_norm_multiply_int4, multiply_int4
 from triptych.kernels.int8 import (
@@ -78,6 +83,7 @@ __all__ = [
     "add_norm_multiply_int4",
     "add_norm_quantize",
     "append_tokens",
+    "attend_rotated",
     "decode_attention",
     "draw_tokens",
     "gate",
@@ -129,6 +135,7 @@ OPS: dict[str, Op[..., Any]] = {
         plan_eviction,
         stored_mass_limits,
         decode_attention,
+        attend_rotated,
         score_tokens,
         record_scores,
         summarize_pages,

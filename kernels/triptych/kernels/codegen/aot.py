@@ -44,6 +44,8 @@ ISSUED_PER_S = {
 B200, four schedulers in each, and the clock under load."""
 
 
+COUNTS, LISTS = "token counts", "page lists"
+"""What decode attention reads to find the work of a program, before it reads pages."""
 BEFORE, DIAGONAL = "keys before the block", "keys of the block"
 """New keys of a prompt that all queries of a block see, and those that some see."""
 
@@ -195,12 +197,17 @@ def compile_launch(launch: Launch, task: Task) -> Compiled:
 def _work_of_passes(launch: Launch) -> list[tuple[str, int, int]]:
     """For each loop of an attention kernel: what it reads, tokens of a pass, queries of a pass.
 
-    Decode attention has a loop for each section, prefill one for past pages and two for new keys.
+    Decode attention has two for its work list and one for each section, prefill one for past pages
+    and two for new keys.
     """
     constants = cast("dict[str, Any]", launch.constants)
     if launch.name == "attend_sections":
         forms, tile = cast("Sequence[Form]", constants["FORMS"]), constants["TILE"]
-        return [(form.name, tile if form.by_tile else form.tokens, 1) for form in forms]
+        found = [(COUNTS, 0, 1)] * 2
+        for form in forms:
+            found += [(LISTS, 0, 1)] * (constants["CHUNK"] > 0)
+            found.append((form.name, tile if form.by_tile else form.tokens, 1))
+        return found
     if launch.name not in ("attend_chunks", "flash_attention"):
         return []
     size = constants["KEYS"], constants["QUERIES"]

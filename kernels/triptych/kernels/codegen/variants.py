@@ -87,7 +87,7 @@ def _unused(made: Mapping[tuple[str, str], Launch], kernel: str, variant: str) -
 
 USUAL_VARIANTS = {
     "attend_sections": "diffkv d128 g4 bf16 listed",
-    "merge_runs": "diffkv d128 g4 bf16",
+    "merge_runs": "diffkv d128 g4 bf16 rotated",
     "score_run": "diffkv d128 g4 bf16",
     "record_rows": "any",
     "score_spans": "moments d128 g4 bf16",
@@ -136,6 +136,10 @@ def _decode() -> Iterator[Planned]:
         for served in served_layouts(dim).values():
             for kind in kinds if served.method == MAIN else (USUAL, EXACT):
                 yield f"{served.method} d{dim} {kind}", _attention(served, kind)
+                yield (
+                    f"{served.method} d{dim} {kind} rotated",
+                    _attention(served, kind, is_rotated=True),
+                )
         main = served_layouts(dim)[MAIN]
         listed = PageLists(_meta(4, 8, 900), _meta(4, 8), _meta(4))
         for kind in kinds:
@@ -143,13 +147,18 @@ def _decode() -> Iterator[Planned]:
 
 
 def _attention(
-    served: ServedLayouts, kind: Kind, page_lists: PageLists | None = None
+    served: ServedLayouts,
+    kind: Kind,
+    page_lists: PageLists | None = None,
+    *,
+    is_rotated: bool = False,
 ) -> Sequence[Launch]:
     query = _query(served.plan.geometry.head_dim, kind)
     lse = _meta(4, 8 * kind.group, dtype=torch.float32)
     return decode.plan(
         query, _arena_of(served), _sections(served, kind), _meta(4), 0.1, kind.window,
-        kind.softcap, _meta(4), lse, page_lists, query.float(),
+        kind.softcap, _meta(4), lse, page_lists, query if is_rotated else query.float(),
+        is_rotated=is_rotated,
     )  # fmt: skip
 
 

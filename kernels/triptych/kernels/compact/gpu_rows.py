@@ -61,7 +61,7 @@ def retire_tokens(
     order = tl.arange(0, COUNT)
     table, width, n_high = row_of(
         high_table, high_tokens, slots, high_slots, high_width, high_by_slot, high_by_head,
-        high_count_slot, high_count_head,
+        high_count_slot, high_count_head, tl.program_id(2), tl.program_id(1),
     )  # fmt: skip
     leaving, is_dropped, n_leaving, still_high = least_tokens(
         arena, page_count, table, width, high_by_page, n_high, seen, first, first + count,
@@ -77,7 +77,7 @@ def retire_tokens(
     if LOW is not None:
         table, width, n_low = row_of(
             low_table, low_tokens, slots, low_slots, low_width, low_by_slot, low_by_head,
-            low_count_slot, low_count_head,
+            low_count_slot, low_count_head, tl.program_id(2), tl.program_id(1),
         )  # fmt: skip
         dropped_low, _bits, n_out, _rest = least_tokens(
             arena, page_count, table, width, low_by_page, n_low, seen, -1, 2**31 - 1,

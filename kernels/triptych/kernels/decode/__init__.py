@@ -1,6 +1,6 @@
 """Ops of decode: attention of one token per request over compressed pages, and token scores."""
 
-from triptych.kernels.decode import reference
+from triptych.kernels.decode import reference, rotated
 from triptych.kernels.op import Op
 
 decode_attention = Op(
@@ -9,6 +9,15 @@ decode_attention = Op(
     fast={
         "cpu": "triptych.kernels.decode.cpu:decode_attention",
         "cuda": "triptych.kernels.decode.gpu:decode_attention",
+    },
+)
+
+attend_rotated = Op(
+    name="attend_rotated",
+    spec=rotated.attend_rotated,
+    fast={
+        "cpu": "triptych.kernels.decode.rotated:attend_rotated_cpu",
+        "cuda": "triptych.kernels.decode.gpu:attend_rotated",
     },
 )
 

@@ -2,6 +2,7 @@
 # The arguments of kernels have no types.
 """Decode attention on the GPU: parallel runs of each section, merged by log-sum-exp."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import GPU_GROUPS, Geometry
 from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, record_rows, score_run
 from triptych.kernels.decode.reference import scored_sections
+from triptych.kernels.hadamard import block_size
 from triptych.kernels.page_lists import PageLists, check_page_lists
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.triton.launch import (
@@ -57,7 +59,7 @@ PAGE_TILES = {
 """Tile of 16-bit pages beside quantized ones, which are read page by page: one warp needs no
 barriers, and many of them hide the latency of memory better than copies ahead of time do."""
 PAGE_REGISTERS = {False: 128, True: 168}
-"""Most registers of a thread by whether queries are exact: 16 or 12 warps at a time on each
+"""Most registers of a thread by whether a program is heavy: 16 or 12 warps at a time on each
 multiprocessor. On an H200 128 take 0.75 of the time that 255 take, although they spill."""
 PAGE_SPILLS = 512
 """Bytes of these registers that may spill."""
@@ -72,10 +74,20 @@ MAX_WARPS = 8
 """Most warps of a program: each thread may then have 255 registers."""
 MIN_COLUMNS = 8
 """Fewest columns of a product on NVIDIA's tensor cores."""
+REGISTERS = 65_536
+"""Registers of a multiprocessor."""
+WAVES = 2
+"""Runs for each program that is resident: no run is longer than half of what a program does if all
+do the same, so a batch takes at most 1.5 times as long as if its work could be cut anywhere
+(Graham's bound). Measured on an H200 with as many."""
+LEAST_UNITS = 2
+"""Fewest pages of a run, which writes as much as it reads of a third of a page."""
 WARPS_PER_PROCESSOR = 16
-"""Enough to hide the latency of memory, few enough that merging stays cheap."""
+"""Warps that add scores: enough to hide the latency of memory."""
 MAX_RUNS = 128
-"""Most runs of a section of one head row."""
+"""Most runs of a section of one head row when scores are added."""
+ROWS_AT_ONCE = (32, 256)
+"""Least and most head rows whose work a program reads at a time."""
 
 
 def decode_attention(
@@ -93,15 +105,39 @@ def decode_attention(
 ) -> Tensor:
     """See ``reference.decode_attention``.
 
-    float32 queries are split into two fp16 numbers, which keeps float32 accuracy. bfloat16 queries
-    are rounded to fp16, as are weights: errors of about 2**-12 of a value. The output of a request
+    float32 queries and weights are split into several smaller numbers, which keeps float32
+    accuracy. Beside bfloat16 queries weights are rounded to fp16: errors of about 2**-12 of a
+    value. Queries are rounded to 15 bits of their largest number where keys are codes with a scale
+    for each token (``gpu_bytes``), and to fp16 elsewhere; times the scales of channels, logits
+    have errors of up to 1e-3, less than a fiftieth of what such keys lose. The output of a request
     without a visible token is 0. The host does not wait for the device, so page ids out of range
     do not raise: they give NaN.
     """
     out = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
-    for launch in plan(
-        query, arena, sections, slots, scale, window, softcap, positions, lse, page_lists, out
-    ):
+    options = scale, window, softcap, positions, lse, page_lists
+    for launch in plan(query, arena, sections, slots, *options, out):
+        launch.run()
+    return out
+
+
+def attend_rotated(
+    query: Tensor,
+    arena: Tensor,
+    sections: Sequence[Section],
+    slots: Tensor,
+    dtype: torch.dtype,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    positions: Tensor | None = None,
+    lse: Tensor | None = None,
+    page_lists: PageLists | None = None,
+) -> Tensor:
+    """See ``rotated.attend_rotated``: the kernel that merges runs rotates their sum."""
+    out = torch.empty_like(query, dtype=dtype, memory_format=torch.contiguous_format)
+    options = scale, window, softcap, positions, lse, page_lists
+    for launch in plan(query, arena, sections, slots, *options, out, is_rotated=True):
         launch.run()
     return out
 
@@ -149,44 +185,71 @@ def plan(
     lse: Tensor | None,
     page_lists: PageLists | None,
     out: Tensor,
+    *,
+    is_rotated: bool = False,
 ) -> list[Launch]:
-    """The launches of ``decode_attention``: one for all sections, and one that merges runs."""
+    """The launches of ``decode_attention``: one for all sections, and one that merges runs.
+
+    ``is_rotated``: the output is rotated back.
+    """
     sections, page_lists = _shared(query, sections, page_lists)
     is_paged = any(section.layout.format.is_quantized for section in sections)
     prepared = _prepare(
         "decode_attention", query, arena, sections, slots, window, positions, lse, is_paged
     )
     rows, heads, dim = query.shape
-    total = sum(prepared.runs)
-    partial = query.new_empty((rows, heads, total, dim), dtype=torch.float32)
-    peaks, sums = query.new_empty((2, rows, heads, total), dtype=torch.float32)
+    kv_heads, group = prepared.kv_heads, heads // prepared.kv_heads
+    held = rows * kv_heads * sum(_units(section, prepared.tile) for section in sections)
+    wanted = WAVES * prepared.resident * processors(query.device)
+    wanted = max(1, min(wanted, -(-held // LEAST_UNITS)))
+    most = most_runs(wanted, rows * kv_heads * len(sections))
+    partial = query.new_empty((most, group, dim), dtype=torch.float32)
+    peaks, sums = query.new_empty((2, most, group), dtype=torch.float32)
+    starts = slots.new_empty(rows * kv_heads + 1)
     if page_lists is not None:
-        check_page_lists(page_lists, rows, prepared.kv_heads)
+        check_page_lists(page_lists, rows, kv_heads)
         check_device(
             "decode_attention", query, page_lists.ordinals, page_lists.counts, page_lists.rows
         )
     arguments = (
-        prepared.query, arena, prepared.slots, prepared.positions, partial, peaks, sums,
-        arena.shape[0], total, *factors_of(scale, softcap), window,
+        prepared.query, arena, prepared.slots, prepared.positions, partial, peaks, sums, starts,
+        arena.shape[0], rows * kv_heads, float(wanted), float(LEAST_UNITS),
+        *factors_of(scale, softcap), window,
         tuple(tuple(section_arguments(section)) for section in sections),
         None if page_lists is None else tuple(page_list_arguments(page_lists)),
     )  # fmt: skip
+    fewest, largest = ROWS_AT_ONCE
     constants = prepared.constants(softcap) | {
-        "HEADS": max(
-            MIN_COLUMNS if has_asm() else MIN_DOT, power_of_two(heads // prepared.kv_heads)
-        ),
+        "HEADS": max(MIN_COLUMNS if has_asm() else MIN_DOT, power_of_two(group)),
+        "KV_HEADS": kv_heads,
         "FORMS": tuple(form_of(section.layout) for section in sections),
         "BACKWARD": tuple(section.backward for section in sections),
-        "RUNS": tuple(prepared.runs),
         "CHUNK": 0 if page_lists is None else chunk_of(page_lists.ordinals.shape[2]),
+        "BLOCK": min(largest, max(fewest, power_of_two(rows * kv_heads))),
     }
-    grid = (total, prepared.kv_heads, rows)
     attend = Launch(
-        attend_sections, grid, arguments, constants, *prepared.tile.size, *prepared.registers
+        attend_sections, (most,), arguments, constants, *prepared.tile.size, *prepared.registers
     )
-    merge = {"DIM": dim, "WIDE": power_of_two(dim), "RUNS": power_of_two(total), "STEP": 16}
-    merged = (partial, peaks, sums, out, lse, total)
+    block = block_size(dim) if is_rotated else 1
+    sizes = {"DIM": dim, "WIDE": power_of_two(dim), "STAGES": block.bit_length() - 1}
+    merge = {"G": group, **sizes, "STEP": 16}
+    merged = (partial, peaks, sums, starts, out, lse, 1.0 / math.sqrt(block))
     return [attend, Launch(merge_runs, (rows * heads,), merged, merge, stages=1)]
+
+
+def _units(section: Section, tile: Tile) -> int:
+    """Most units of work of a head row of a section: pages of its table, or tiles of short ones."""
+    layout, width = section.layout, section.pages.shape[2]
+    is_tiled = form_of(layout).by_tile
+    return -(-width * layout.tokens // tile.tokens) if is_tiled else width
+
+
+def most_runs(wanted: int, parts: int) -> int:
+    """The most runs of a work list of ``parts`` sections of head rows (``gpu_work``).
+
+    Each may have one that is not full, and one more comes from rounding.
+    """
+    return wanted + parts + 1
 
 
 def _shared(
@@ -243,7 +306,9 @@ def plan_scores(
         "score_tokens", query, arena, sections, slots, window, positions, lse, is_paged=False
     )
     launches: list[Launch] = []
-    for section, runs in zip(sections, prepared.runs, strict=True):
+    head_rows = len(query) * prepared.kv_heads
+    counts = _score_runs(sections, prepared.tile, head_rows, processors(query.device))
+    for section, runs in zip(sections, counts, strict=True):
         arguments = (
             prepared.query, arena, mirror, prepared.slots, prepared.positions, lse,
             arena.shape[0], *factors_of(scale, softcap), window, float(weight),
@@ -284,11 +349,10 @@ class Prepared:
     """None if there is no window."""
     kv_heads: int
     tile: Tile
-    runs: list[int]
-    """Runs of each section."""
-
     is_paged: bool
     """Whether there are quantized pages, which are read one by one."""
+    is_heavy: bool
+    """Whether queries are exact, or keys of 2 bits have a scale for each channel."""
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -297,7 +361,13 @@ class Prepared:
             return 255, WIDE_SPILLS
         if not self.is_paged or self.tile.warps > 1:
             return 255, 0
-        return PAGE_REGISTERS[self.query.dtype == torch.float32], PAGE_SPILLS
+        return PAGE_REGISTERS[self.is_heavy], PAGE_SPILLS
+
+    @property
+    def resident(self) -> int:
+        """Programs that fit on a multiprocessor with as many registers as they may have."""
+        of_thread = -(-self.registers[0] // 8) * 8
+        return max(1, REGISTERS // (of_thread * 32 * self.tile.warps))
 
     def constants(self, softcap: float) -> dict[str, object]:
         group = self.query.shape[1] // self.kv_heads
@@ -347,8 +417,12 @@ def _prepare(
         _check_section(name, arena, section, kv_heads, dim)
     tile = tile_of(dim, heads // kv_heads, is_paged)
     seen = positions.contiguous() if window > 0 and positions is not None else None
-    runs = _runs(sections, tile, rows * kv_heads, processors(query.device))
-    return Prepared(query.contiguous(), slots.contiguous(), seen, kv_heads, tile, runs, is_paged)
+    is_heavy = query.dtype == torch.float32 or any(
+        section.layout.format.codes_whole_pages and section.layout.format.key_bits == 2
+        for section in sections
+    )
+    inputs = query.contiguous(), slots.contiguous(), seen
+    return Prepared(*inputs, kv_heads, tile, is_paged, is_heavy)
 
 
 def _check_section(name: str, arena: Tensor, section: Section, kv_heads: int, dim: int) -> None:
@@ -371,8 +445,10 @@ def tile_of(dim: int, group: int, is_paged: bool) -> Tile:
     return tile if group <= 16 else replace(tile, tokens=32)
 
 
-def _runs(sections: Sequence[Section], tile: Tile, head_rows: int, processors: int) -> list[int]:
-    """Runs of each section of a head row: powers of two, by the width of its table.
+def _score_runs(
+    sections: Sequence[Section], tile: Tile, head_rows: int, processors: int
+) -> list[int]:
+    """Runs of ``score_tokens`` for each section: powers of two, by the width of its table.
 
     Token counts are on the device; reading them would make the host wait. A program computes its
     run from the true count, so a too wide table only adds programs that end at once.

@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from triptych.kernels.decode.gpu_bytes import byte_logits, byte_query
 from triptych.kernels.triton.page_access import (
     biased,
     capped,
@@ -126,6 +127,9 @@ def attend_pages(
     key_at = key_unit[:, None] * FORM.key_unit_stride + inside[None, :] * FORM.key_stride
     value_at = inside[:, None] * FORM.value_units + tl.arange(0, FORM.value_tile)[None, :]
     split = transposed(split)
+    digits = ()
+    if FORM.has_byte_keys:
+        digits, total = byte_query(split, EXACT)
     # Without EXACT the offset of codes stays in the products; it is removed from the sums.
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     mass = tl.zeros([HEADS], tl.float32)
@@ -150,7 +154,12 @@ def attend_pages(
             logits = logits * factor
         else:
             key_scale, key_zero = metadata_of(page, token, live, FORM, True)
-            logits = page_logits(split, key, PAGE, HEADS, FORM, EXACT)
+            if FORM.has_byte_keys:
+                logits = byte_logits(digits, key, PAGE, HEADS, FORM)
+                if FORM.key_bits == 8:
+                    key_zero += 128.0 * key_scale
+            else:
+                logits = page_logits(split, key, PAGE, HEADS, FORM, EXACT)
             logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
             logits = logits * (unit * factor)[None, :]
         logits = biased(capped(logits, cap, CAPPED), page, token, live, FORM)

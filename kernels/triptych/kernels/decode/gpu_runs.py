@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from triptych.kernels.decode.gpu_page_runs import added, attend_pages
+from triptych.kernels.decode.gpu_work import run_at, runs_in, work_of
+from triptych.kernels.pointwise.gpu_vectors import mixed_channels
 from triptych.kernels.triton.page_access import (
     biased,
     capped,
@@ -27,63 +29,72 @@ from triptych.kernels.triton.unpack import numbers_of_codes
 
 @triton.jit
 def attend_sections(
-    query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, scale, cap, window,
-    sections, page_lists,
-    FORMS: tl.constexpr, BACKWARD: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
-    G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    query, arena, slots, positions, partial, peaks, sums, starts, page_count, head_rows,
+    wanted, least, scale, cap, window, sections, page_lists,
+    FORMS: tl.constexpr, BACKWARD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Attention over one run of one section of a head row, for all query heads of its group.
 
-    Grid: runs of all sections, KV heads, requests. ``page_lists``: None, or the lists of
-    pages to read, of which a program reads ``CHUNK`` entries at a time.
+    Grid: the most runs that the work list of ``gpu_work`` can have; ``wanted``, ``least`` and
+    ``starts`` are those of ``run_at``. ``page_lists``: None, or the lists of pages to read, of
+    which a program reads ``CHUNK`` entries at a time.
     """
-    run = tl.program_id(0)
-    for at in tl.static_range(len(sections)):
-        if (run >= 0) & (run < RUNS[at]):
-            attend_run(
-                query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, run,
-                scale, cap, window, sections, page_lists, at, FORMS, BACKWARD[at], RUNS[at], CHUNK,
-                G, HEADS, TILE, EXACT, CAPPED,
-            )  # fmt: skip
-        run -= RUNS[at]
+    index = tl.program_id(0)
+    row, begin, each = run_at(
+        index, starts, sections, page_lists, slots, head_rows, wanted, least, KV_HEADS, FORMS, TILE,
+        BLOCK,
+    )  # fmt: skip
+    if row < head_rows:
+        work = work_of(sections, page_lists, slots, row, head_rows, KV_HEADS, FORMS, TILE)
+        run = index - begin
+        for at in tl.static_range(len(sections)):
+            runs = runs_in(work[at], each)
+            if (run >= 0) & (run < runs):
+                attend_run(
+                    query, arena, slots, positions, partial, peaks, sums, page_count,
+                    row // KV_HEADS, row % KV_HEADS, row, run, runs, scale, cap, window, sections,
+                    page_lists, at, FORMS, BACKWARD[at], CHUNK, G, HEADS, TILE, EXACT, CAPPED,
+                )  # fmt: skip
+            run -= runs
 
 
 @triton.jit
-def tiles_of(count, run, RUNS: tl.constexpr, TILE: tl.constexpr):
+def tiles_of(count, run, runs, TILE: tl.constexpr):
     """First tile and end tile (exclusive) of run number ``run`` over ``count`` tokens."""
     tiles = (count + TILE - 1) // TILE
-    each = (tiles + RUNS - 1) // RUNS
+    each = (tiles + runs - 1) // runs
     first = run * each
     return first, tl.minimum(first + each, tiles)
 
 
 @triton.jit
-def pages_before(sections, slots, at: tl.constexpr, FORMS: tl.constexpr):
-    """Number of pages of this head row in the sections before number ``at``."""
-    slot = tl.load(slots + tl.program_id(2))
+def pages_before(sections, slots, request, head, at: tl.constexpr, FORMS: tl.constexpr):
+    """Number of pages of a head row in the sections before number ``at``."""
+    slot = tl.load(slots + request)
     base = 0
     for before in tl.static_range(at):
         _table, tokens, count, width, _slot, _head, _page, by_slot, by_head = sections[before]
         room = FORMS[before].tokens
-        base += held_of(tokens, slot, count, by_slot, by_head, width, room)[1]
+        base += held_of(tokens, slot, head, count, by_slot, by_head, width, room)[1]
     return base
 
 
 @triton.jit
-def oldest_of(positions, window):
-    """The oldest position that the query of this request may read; 0 without a window."""
+def oldest_of(positions, request, window):
+    """The oldest position that the query of a request may read; 0 without a window."""
     oldest = 0
     if positions is not None:
-        oldest = tl.load(positions + tl.program_id(2)) - window + 1
+        oldest = tl.load(positions + request) - window + 1
     return oldest
 
 
 @triton.jit
 def attend_run(
-    query, arena, slots, positions, partial, peaks, sums, page_count, all_runs, run,
+    query, arena, slots, positions, partial, peaks, sums, page_count, request, head, row, run, runs,
     scale, cap, window, sections, page_lists, at: tl.constexpr, FORMS: tl.constexpr,
-    BACKWARD: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
+    BACKWARD: tl.constexpr, CHUNK: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     EXACT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -93,21 +104,23 @@ def attend_run(
         at
     ]
     table, width, count = row_of(
-        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head
-    )
+        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head, request,
+        head,
+    )  # fmt: skip
     listed = None
     base = 0
     if page_lists is not None:
-        base = pages_before(sections, slots, at, FORMS)
+        base = pages_before(sections, slots, request, head, at, FORMS)
         pages = tl.minimum((count + FORM.tokens - 1) // FORM.tokens, width)
-        entries, has_list, count = listed_of(page_lists, base, count, pages, FORM.tokens, CHUNK)
+        entries, has_list, count = listed_of(
+            page_lists, request, head, base, count, pages, FORM.tokens, CHUNK
+        )
         listed = (entries, has_list)
     SPAN: tl.constexpr = TILE if FORM.by_tile else FORM.tokens
-    first_tile, last_tile = tiles_of(count, run, RUNS, SPAN)
-    group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
-    near = query + group.to(tl.int64) * FORM.dim
+    first_tile, last_tile = tiles_of(count, run, runs, SPAN)
+    near = query + (row * G).to(tl.int64) * FORM.dim
     split, total, unit = split_query(near, G, HEADS, FORM)
-    oldest = oldest_of(positions, window)
+    oldest = oldest_of(positions, request, window)
     if FORM.by_tile:
         peak, weight_sum, out = attend_tokens(
             split[0][0], split[0][1], total, unit * scale, cap, oldest, positions is not None,
@@ -122,11 +135,11 @@ def attend_run(
             HEADS, EXACT, CAPPED,
         )  # fmt: skip
     heads = tl.arange(0, HEADS)
-    slot_of_run = (group + heads) * all_runs + tl.program_id(0)
-    tl.store(peaks + slot_of_run, peak, mask=heads < G)
-    tl.store(sums + slot_of_run, weight_sum, mask=heads < G)
+    place = tl.program_id(0) * G + heads
+    tl.store(peaks + place, peak, mask=heads < G)
+    tl.store(sums + place, weight_sum, mask=heads < G)
     units = tl.arange(0, FORM.value_tile)
-    at = partial + slot_of_run.to(tl.int64)[None, :] * FORM.dim + units[:, None]
+    at = partial + place.to(tl.int64)[None, :] * FORM.dim + units[:, None]
     mask = (heads < G)[None, :] & (units < FORM.value_units)[:, None] & (first_tile < last_tile)
     PARTS: tl.constexpr = FORM.parts_of_value
     for share in tl.static_range(PARTS):
@@ -202,14 +215,16 @@ def score_run(
     Grid: runs of one section, KV heads, requests. ``mirror``: None, or an arena with the same
     pages, into which the sums are stored.
     """
+    request, head = tl.program_id(2), tl.program_id(1)
     table, width, count = row_of(
-        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head
-    )
+        table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head, request,
+        head,
+    )  # fmt: skip
     first_tile, last_tile = tiles_of(count, tl.program_id(0), RUNS, TILE)
-    group = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * G
+    group = (request * tl.num_programs(1) + head) * G
     split, total, unit = split_query(query + group.to(tl.int64) * FORM.dim, G, HEADS, FORM)
     factor = (unit * scale)[:, None]
-    oldest = oldest_of(positions, window)
+    oldest = oldest_of(positions, request, window)
     heads = tl.arange(0, HEADS)
     sums = tl.load(lse + group + heads, mask=heads < G, other=float("inf"))
     sums *= 1.4426950408889634  # log2(e)
@@ -248,31 +263,42 @@ def record_rows(
 
 @triton.jit
 def merge_runs(
-    partial, peaks, sums, out, lse, all_runs,
-    DIM: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, STEP: tl.constexpr,
+    partial, peaks, sums, starts, out, lse, factor,
+    G: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """Merge the runs of one query head: sum weighted by 2**(peak - largest peak), normalised.
 
-    Runs without a token have written no output; their part of ``partial`` may be NaN.
+    Runs without a token have written no output; their part of ``partial`` may be NaN. ``starts``:
+    the first run of each head row, and the number of all. The output is rotated back in blocks of
+    ``2**STAGES`` channels. Grid: query heads of all requests.
     """
     row = tl.program_id(0).to(tl.int64)
-    runs = tl.arange(0, RUNS)
+    head_row, head = row // G, row % G
+    end = tl.load(starts + head_row + 1)
     channel = tl.arange(0, WIDE)
-    mass = tl.load(sums + row * all_runs + runs, mask=runs < all_runs, other=0.0)
-    peak = tl.load(peaks + row * all_runs + runs, mask=runs < all_runs, other=float("-inf"))
-    largest = tl.max(peak, 0)
-    base = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.exp2(peak - base) * mass, 0)
+    largest = float("-inf")
+    total = 0.0
     mixed = tl.zeros([WIDE], tl.float32)
-    for first in range(0, all_runs, STEP):
-        step = first + tl.arange(0, STEP)
-        some_mass = tl.load(sums + row * all_runs + step, mask=step < all_runs, other=0.0)
-        used = (step < all_runs) & (some_mass != 0)
-        some_peak = tl.load(peaks + row * all_runs + step, mask=used, other=float("-inf"))
-        at = partial + (row * all_runs + step)[:, None] * DIM + channel[None, :]
+    for first in range(tl.load(starts + head_row), end, STEP):
+        run = first + tl.arange(0, STEP)
+        at = run.to(tl.int64) * G + head
+        mass = tl.load(sums + at, mask=run < end, other=0.0)
+        used = (run < end) & (mass != 0)
+        peak = tl.load(peaks + at, mask=used, other=float("-inf"))
+        at = partial + at[:, None] * DIM + channel[None, :]
         part = tl.load(at, mask=used[:, None] & (channel < DIM)[None, :], other=0.0)
-        mixed += tl.sum(part * tl.exp2(some_peak - base)[:, None], 0)
+        before = largest
+        largest = tl.maximum(largest, tl.max(peak, 0))
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        share = tl.exp2(peak - base)
+        rescale = tl.exp2(before - base)
+        total = total * rescale + tl.sum(share * mass, 0)
+        mixed = mixed * rescale + tl.sum(part * share[:, None], 0)
     mixed = mixed / tl.where(total == 0, 1.0, total)
+    if STAGES > 0:
+        turned = mixed_channels(tl.reshape(mixed, [1, WIDE]), 1, WIDE, STAGES)
+        mixed = tl.reshape(turned, [WIDE]) * factor
     tl.store(out + row * DIM + channel, mixed, mask=channel < DIM)
     if lse is not None:
         natural = (largest + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453

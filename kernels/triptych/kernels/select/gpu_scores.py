@@ -53,7 +53,9 @@ def pages_of(section, slots):
     """Number of tokens and pages of this head row in a section, and the width of its table."""
     tokens, count_slot, count_head, slot_count, room, width, _memory, _by_slot, _by_head = section
     slot = tl.load(slots + tl.program_id(2))
-    count, pages = held_of(tokens, slot, slot_count, count_slot, count_head, width, room)
+    count, pages = held_of(
+        tokens, slot, tl.program_id(1), slot_count, count_slot, count_head, width, room
+    )
     return count, pages, width
 
 

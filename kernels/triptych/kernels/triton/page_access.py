@@ -47,12 +47,15 @@ def token_scales(page, row, live, FORM: tl.constexpr):
 
 
 @triton.jit
-def row_of(table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head):
-    """Page table, width and tokens of a head row. Grid: any, KV heads, requests.
+def row_of(
+    table, tokens, slots, slot_count, width, by_slot, by_head, count_slot, count_head, request,
+    head,
+):  # fmt: skip
+    """Page table, width and tokens of a head row.
 
     A slot out of range has one token and width 0, which is then reported as a wrong page.
     """
-    head, slot = tl.program_id(1), tl.load(slots + tl.program_id(2))
+    slot = tl.load(slots + request)
     is_known = (slot >= 0) & (slot < slot_count)
     at = tokens + slot.to(tl.int64) * count_slot + head * count_head
     count = tl.load(at, mask=is_known, other=1)
@@ -61,16 +64,16 @@ def row_of(table, tokens, slots, slot_count, width, by_slot, by_head, count_slot
 
 
 @triton.jit
-def held_of(tokens, slot, slot_count, count_slot, count_head, width, room):
-    """Tokens and pages of this head row in a section; 0 if the slot is out of range."""
+def held_of(tokens, slot, head, slot_count, count_slot, count_head, width, room):
+    """Tokens and pages of a head row in a section; 0 if the slot is out of range."""
     is_known = (slot >= 0) & (slot < slot_count)
-    at = tokens + slot.to(tl.int64) * count_slot + tl.program_id(1) * count_head
+    at = tokens + slot.to(tl.int64) * count_slot + head * count_head
     count = tl.load(at, mask=is_known, other=0)
     return count, tl.minimum((count + room - 1) // room, width)
 
 
 @triton.jit
-def listed_of(page_lists, base, count, pages, room, CHUNK: tl.constexpr):
+def listed_of(page_lists, request, head, base, count, pages, room, CHUNK: tl.constexpr):
     """The entries of a page list that belong to one section, and the number of their tokens.
 
     Lists are ascending and a page that is not full is the last one of its section. So the entries
@@ -80,7 +83,7 @@ def listed_of(page_lists, base, count, pages, room, CHUNK: tl.constexpr):
     Returns entries (a pointer to the first one), whether there is a list, and tokens.
     """
     ordinals, counts, rows, row_count, most, by_row, by_head, count_row, count_head = page_lists
-    head, place = tl.program_id(1), tl.load(rows + tl.program_id(2))
+    place = tl.load(rows + request)
     has_list = (place >= 0) & (place < row_count)
     row = tl.where(has_list, place, 0).to(tl.int64)
     entries = ordinals + row * by_row + head * by_head

@@ -12,6 +12,8 @@ from triptych.kernels.triton.launch import Argument, has_asm, power_of_two
 
 MIN_DOT = 16
 """Smallest width of a tile for tensor cores."""
+MIN_BYTES = 32
+"""Fewest bytes that tensor cores add up at a time."""
 LISTED_AT_ONCE = 1024
 """Most entries of a page list that a program reads at a time."""
 MOST_AT_ONCE = 2048
@@ -67,6 +69,14 @@ class Form:
     """Whether decode attention reads tiles of tokens of several pages, since a page has few."""
     has_asm: bool
     """Whether kernels may use the assembly of NVIDIA's GPUs."""
+
+    @property
+    def has_byte_keys(self) -> bool:
+        """Whether decode multiplies codes of keys as bytes: integers with a scale for each token.
+
+        Tensor cores multiply 32 of them at a time.
+        """
+        return not (self.is_float or self.by_channel or self.by_tile) and self.key_tile >= MIN_BYTES
 
     @property
     def name(self) -> str:

@@ -13,8 +13,10 @@ from torch import Tensor
 from triptych.kernels import (
     Section,
     append_tokens,
+    attend_rotated,
     decode_attention,
     record_scores,
+    rotate_back,
     score_tokens,
 )
 from triptych.workers.decode.page_selection import StepChoice
@@ -140,16 +142,12 @@ class PlainAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Shapes: query (B, H, D); key, value (B, KH, D) -> (B, H, D)"""
-        sections, placed = self._sections.of_layer[layer], self._placed
-        memory, scores = self._memory, self._scores
-        for section, slots in zip(sections, self._stores, strict=False):
-            where = slots, placed.places, placed.positions
-            append_tokens(memory.near, section, key, value, *where, mirror=memory.mirror)
-        lse = _empty_lse(query) if scores is not None or sinks is not None else None
+        placed = self._placed
+        lse = self._store(layer, query, key, value, sinks)
         mixed = decode_attention(
             query,
-            memory.near,
-            sections,
+            self._memory.near,
+            self._sections.of_layer[layer],
             placed.slots,
             scale=traits.scale,
             window=traits.window,
@@ -159,9 +157,52 @@ class PlainAttention:
         )
         if sinks is not None and lse is not None:
             _add_sinks(sinks, mixed, lse)
-        if scores is not None and lse is not None:
-            scores.add(layer, query, lse, self._scored, placed.positions, traits)
+        self._score(layer, query, lse, traits)
         return mixed.to(query.dtype)
+
+    def rotated_back(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        traits: LayerTraits,
+        sinks: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """See ``RotatingAttend``: the kernel that merges runs of pages rotates, too."""
+        if sinks is not None:  # they are added before
+            return rotate_back(self(layer, query, key, value, traits, sinks), dtype)
+        placed = self._placed
+        lse = self._store(layer, query, key, value, sinks)
+        mixed = attend_rotated(
+            query,
+            self._memory.near,
+            self._sections.of_layer[layer],
+            placed.slots,
+            dtype,
+            scale=traits.scale,
+            window=traits.window,
+            softcap=traits.softcap,
+            positions=placed.positions,
+            lse=lse,
+        )
+        self._score(layer, query, lse, traits)
+        return mixed
+
+    def _store(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor | None:
+        """Store the new tokens of a layer; returns memory for log-sum-exps if they are needed."""
+        memory, placed = self._memory, self._placed
+        for section, slots in zip(self._sections.of_layer[layer], self._stores, strict=False):
+            where = slots, placed.places, placed.positions
+            append_tokens(memory.near, section, key, value, *where, mirror=memory.mirror)
+        return _empty_lse(query) if self._scores is not None or sinks is not None else None
+
+    def _score(self, layer: int, query: Tensor, lse: Tensor | None, traits: LayerTraits) -> None:
+        if self._scores is not None and lse is not None:
+            self._scores.add(layer, query, lse, self._scored, self._placed.positions, traits)
 
 
 class PageAttention:

@@ -5,8 +5,9 @@ that the caller passes knows which tokens see each other, so no mask is built.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -43,5 +44,26 @@ class Attend(Protocol):
         Shapes:  query (T, H, D); key, value (T, KH, D); sinks (H,) -> (T, H, D)
         Dtypes:  all of the model's type; keys and queries are already rotated; sinks
                  float32
+        """
+        ...
+
+
+@runtime_checkable
+class RotatingAttend(Attend, Protocol):
+    """Attention over rotated keys and values that can rotate its output back itself."""
+
+    def rotated_back(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        traits: LayerTraits,
+        sinks: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """``rotate_back`` of what a call returns, in fewer launches of kernels.
+
+        Dtypes:  query, key, value float32, rotated; the output ``dtype``
         """
         ...

@@ -19,7 +19,7 @@ from triptych.core.layout import Geometry
 from triptych.core.policy import KVRotation
 from triptych.kernels import rotate_back, rotate_kv
 from triptych.kernels.hadamard import hadamard
-from triptych.workers.models.attention_interface import Attend, LayerTraits
+from triptych.workers.models.attention_interface import Attend, LayerTraits, RotatingAttend
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class Coordinates:
     ) -> Tensor:
         """Computes in float32, so that the rotation adds no 16-bit rounding."""
         rotated = rotate_kv(query, key, value, self.centre[layer])
+        if isinstance(attend, RotatingAttend):
+            return attend.rotated_back(layer, *rotated, traits, sinks, query.dtype)
         mixed = attend(layer, *rotated, traits, sinks)
         return rotate_back(mixed, query.dtype)
 

@@ -127,10 +127,15 @@ class Window:
 
     def _classify(self, rows: Ids, thresholds: Thresholds) -> Retirement[Tensor]:
         """Plan a retirement by thresholds; ``rows``: as ``_retiring_rows``."""
+        batch, now, leaving = map(self.memory.device.put, rows)
+        high, low = self._class_sections()
         return plan_retirement(
             self.memory.near,
-            *self._class_sections(),
-            *map(self.memory.device.put, rows),
+            high,
+            low,
+            batch,
+            now,
+            leaving,
             self._limits(rows, thresholds),
             count=self.plan.retire_tokens,
         )

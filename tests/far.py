@@ -282,14 +282,17 @@ def _with_slots_only(name: str, kernel: Any, args: list[Any], kwargs: dict[str, 
         return (
             kernel(arena, section, *(row[live] for row in rows), **kwargs) if live.any() else None
         )
-    if name not in ("decode_attention", "score_tokens") or (live := args[3] >= 0).all():
+    attends = name in ("decode_attention", "attend_rotated", "score_tokens")
+    if not attends or (live := args[3] >= 0).all():
         return kernel(*args, **kwargs)
-    query, arena, sections, slots, *lse = args
+    query, arena, sections, slots, *others = args
     kept = {at: item[live] if at == "positions" else item for at, item in kwargs.items()}
-    some = query[live], arena, sections, slots[live], *(each[live] for each in lse)
+    rest: list[Any] = [each[live] if isinstance(each, Tensor) else each for each in others]
+    some = query[live], arena, sections, slots[live], *rest
     if name == "score_tokens":
         return kernel(*some, **kept) if live.any() else None
-    out = torch.full_like(query, torch.nan, dtype=torch.float32)
+    dtype: torch.dtype = others[0] if name == "attend_rotated" else torch.float32
+    out = torch.full_like(query, torch.nan, dtype=dtype)
     sums = kept.get("lse")
     if live.any():
         if sums is not None:

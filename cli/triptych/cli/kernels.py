@@ -65,7 +65,7 @@ def check(
 
 
 def _cells(row: "Compiled") -> tuple[object, ...]:
-    reading = [one for one in row.passes if one.reads]
+    reading = [one for one in row.passes if one.per_token is not None]
     return (
         *(row.kernel, row.variant, row.target, row.registers, row.spill_bytes, row.shared_bytes),
         *(row.warps, row.stages, row.narrowest_load or "-"),

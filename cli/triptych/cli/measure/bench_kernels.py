@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from triptych.cli.list_options import integers, names, numbers
+from triptych.cli.list_options import integers, names, numbers, numbers_or_zero
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.errors import ConfigError
 from triptych.loadgen.report.host import host_info
@@ -182,7 +182,7 @@ def bench_selection(
         integers(context),
         numbers(keep),
         integers(budget),
-        integers(page_tokens),
+        [int(tokens) for tokens in numbers_or_zero(page_tokens)],
         repeats=repeats,
     )
     rows, models = [asdict(row) for row in found], [asdict(one) for one in _models(found)]

@@ -90,6 +90,8 @@ def stall(server: Server, victim: str, seconds: float, expected: Sequence[set[st
     crowd = server.crowd(PROMPTS, MAX_TOKENS)
     # Prefill and compressor have work until the last prompt is done, decode from the first one on.
     crowd.wait_for_chunks(1, clients=1 if victim in ("Prefill", "Compressor") else CLIENTS // 2)
+    # Ray names a process by what it runs, for a moment by nothing that is ours.
+    server.wait_until(lambda: bool(server.replicas(victim)), timeout_s=30)
     process = server.replicas(victim)[0]
     process.send_signal(signal.SIGSTOP)
     try:

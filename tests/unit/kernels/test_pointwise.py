@@ -116,7 +116,7 @@ def test_mismatched_inputs_are_an_error() -> None:
 
 @each("backend", BACKENDS)
 @each("dtype", DTYPES)
-@each(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 2, 96), (2, 1, 32)])
+@each(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 2, 96), (2, 1, 32), (4, 2, 128), (2, 1, 256)])
 def test_the_hadamard_rotation_is_the_matrix_product(
     backend: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
 ) -> None:

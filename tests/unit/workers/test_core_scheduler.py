@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -102,14 +103,34 @@ def test_cores_are_divided_while_prompts_and_answers_are_computed(tmp_path: Path
     threads = list[int]()
     with prompts.step(lambda: True):
         threads.append(torch.get_num_threads())
-        with decode.step(lambda: False):  # it does not wait: it has a core of its own
-            threads.append(torch.get_num_threads())
+    decode.set_working(has_more=True)
     with prompts.step(lambda: True):
         threads.append(torch.get_num_threads())
+        with decode.step(lambda: False):  # it does not wait: it has a core of its own
+            threads.append(torch.get_num_threads())
     decode.set_working(has_more=False)
     with prompts.step(lambda: True):
         threads.append(torch.get_num_threads())
-    assert threads == [3, 1, 2, 3]
+    assert threads == [3, 2, 1, 3]
+
+
+def test_an_answer_begins_after_the_step_that_has_its_cores(tmp_path: Path) -> None:
+    prompts = SharedCores(tmp_path, cores=2)
+    decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
+    ended = list[str]()
+
+    def answer() -> None:
+        with decode.step(lambda: True):
+            ended.append("answer")
+
+    other = threading.Thread(target=answer)
+    with prompts.step(lambda: True):
+        other.start()
+        other.join(timeout=0.2)
+        assert not ended
+        ended.append("prompt")
+    other.join(timeout=60)
+    assert ended == ["prompt", "answer"]
 
 
 def test_own_cores_sets_the_threads_once() -> None:

@@ -9,6 +9,7 @@ import torch
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import STAGES, Stage
+from triptych.workers import factory
 from triptych.workers.core_scheduler import DedicatedCores, SharedCores
 from triptych.workers.device import CPU, device_for
 from triptych.workers.factory import cores_for, device_of
@@ -47,11 +48,18 @@ def test_on_the_cpu_everything_is_a_view() -> None:
         assert int(tensor[1, 2]) == int(memory[1, 2])
 
 
-def test_a_stage_on_a_gpu_takes_no_turns_with_those_on_the_cpu(tmp_path: Path) -> None:
+def test_stages_on_a_gpu_and_compressors_take_no_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads = torch.get_num_threads()
     try:
         assert isinstance(cores_for(config(prefill=1.0), ("prefill",), tmp_path), DedicatedCores)
         assert torch.get_num_threads() == 1
         assert isinstance(cores_for(config(prefill=1.0), ("decode",), tmp_path), SharedCores)
+        on_cpu = AppConfig()
+        for cores, kind in ((1, SharedCores), (2, DedicatedCores)):
+            monkeypatch.setattr(factory, "usable_cores", lambda cores=cores: cores)
+            assert isinstance(cores_for(on_cpu, ("compress",), tmp_path), kind)
+            assert isinstance(cores_for(on_cpu, ("prefill", "compress"), tmp_path), SharedCores)
     finally:
         torch.set_num_threads(threads)

@@ -4,7 +4,8 @@ Threads of two stages on the same core wait for each other's time slices, and wi
 of both. So each core has threads of one stage at a time:
 
 - With several cores, workers that only decode have one part of them, and all others, whose steps
-  come before the first token, the other part. While one side has no work, the other has all cores.
+  come before the first token, the other part. While one part has no work, steps of the other may
+  have more cores; then the first one waits until the step ends, at most a chunk of a prompt.
 - The workers of a part take turns: the one that has waited longest takes the next step.
 - A single core is one part. There a decode step that can wait lets prompts go first.
 
@@ -50,7 +51,7 @@ class SharedCores:
     next, so a worker that has just ended a step cannot take the next one before a worker that
     waits. The kernel releases the locks of a process that dies. The file of ``turn`` holds the
     thread team that the workers of the part share; only the holder reads and writes it. Workers
-    with work share the lock of ``working``.
+    with work share the lock of ``working``; a step with cores of both parts holds ``both``.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class SharedCores:
         self._is_divided, self._is_decode_only = self._cores > 1, is_decode_only
         own, other = ("decode", "prompts") if is_decode_only else ("prompts", "decode")
         part = own if self._is_divided else "all"
-        names = f"next.{part}", f"turn.{part}", f"working.{own}", f"working.{other}"
-        self._next, self._turn, self._working, self._others_work = (
+        names = f"next.{part}", f"turn.{part}", f"working.{own}", f"working.{other}", "both"
+        self._next, self._turn, self._working, self._others_work, self._both = (
             os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             for name in names
         )
@@ -107,15 +108,29 @@ class SharedCores:
         """Run a step with as many threads as it has cores."""
         if not self._is_divided:
             yield
-        elif self._other_part_works():
-            torch.set_num_threads(min(self._share, self._read_team().threads))
-            yield
-        elif leaves_core or self._is_decode_only:
-            torch.set_num_threads(self._cores - 1)
-            yield
-        else:
-            with self._team():
+            return
+        with self._alone() as is_alone:
+            if not is_alone:
+                torch.set_num_threads(min(self._share, self._read_team().threads))
                 yield
+            elif leaves_core or self._is_decode_only:
+                torch.set_num_threads(self._cores - 1)
+                yield
+            else:
+                with self._team():
+                    yield
+
+    @contextmanager
+    def _alone(self) -> Generator[bool]:
+        """Wait for a step that has cores of both parts; keep both if the other part has no work."""
+        fcntl.flock(self._both, fcntl.LOCK_EX)
+        try:
+            is_alone = not self._other_part_works()
+            if not is_alone:
+                fcntl.flock(self._both, fcntl.LOCK_UN)
+            yield is_alone
+        finally:
+            fcntl.flock(self._both, fcntl.LOCK_UN)
 
     @contextmanager
     def _team(self) -> Generator[None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from triptych.core.config import ActorConfig, AppConfig, DType
+from triptych.core.config.machine import usable_cores
 from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
 from triptych.kernels import multiplies_bfloat
@@ -210,10 +211,14 @@ def device_of(config: AppConfig, stages: Sequence[Stage]) -> Device:
 
 
 def cores_for(config: AppConfig, stages: Sequence[Stage], turns: Path) -> Cores:
-    """Dedicated cores if the settings fix the threads or a GPU computes, else shared cores."""
+    """Dedicated cores if the settings fix the threads or a GPU computes, else shared cores.
+
+    A compressor has one thread beside prefill: in turns its few milliseconds would wait for chunks
+    of prompts, and with them the second token of each answer.
+    """
     actor = actor_config(config, stages[-1])
     if actor.threads != "auto":
         return DedicatedCores(actor.threads)
-    if actor.num_gpus:
+    if actor.num_gpus or (list(stages) == ["compress"] and usable_cores() > 1):
         return DedicatedCores(1)
     return SharedCores(turns, is_decode_only=list(stages) == ["decode"])

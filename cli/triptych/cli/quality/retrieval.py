@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What was found of one layer."""
+    """Ranked query heads of a layer, and the error of its attention if few tokens are kept."""
 
     layer: int
     heads: list[int]

@@ -156,7 +156,7 @@ def _of_one_method(
 
 
 def _provided(profile: Profile | None) -> frozenset[Need]:
-    """What a server with this profile provides."""
+    """Needs of methods that a server with this profile meets."""
     if profile is None:
         return PROVIDED
     return WITH_RETRIEVAL_HEADS if profile.retrieval_heads else WITH_PROFILE

@@ -56,7 +56,7 @@ class RetrievalStudy:
 
 @dataclass(frozen=True)
 class RetrievalHeads:
-    """What a study found: of each layer, its query heads in order, and its error."""
+    """Ranked query heads and the attention error of each layer of a model."""
 
     scores: Tensor
     """Attention to the facts, a mean over the answer tokens that the model found: [L, H]."""
@@ -101,11 +101,8 @@ def find_retrieval_heads(
     sums, found, asked = torch.zeros(()), 0, 0
     for question in questions(vocabulary, plan):
         received, hits = attention_to_fact(masked, question)
-        sums, found, asked = (
-            sums + received[..., hits].sum(-1),
-            found + int(hits.sum()),
-            asked + len(hits),
-        )
+        sums = sums + received[..., hits].sum(-1)
+        found, asked = found + int(hits.sum()), asked + len(hits)
         done(question.case.name)
     if not found:
         raise ConfigError(
@@ -280,7 +277,7 @@ def kept_by(
     kv_heads: int,
     share: float = KEPT_SHARE,
 ) -> Tensor:
-    """What the first heads of each layer choose, the same share of the tokens of all layers.
+    """Tokens that the first heads of each layer choose; the same share in all layers.
 
     ``window``: of each layer, the attention from the last queries, [H, N].
 

@@ -105,7 +105,7 @@ def _half_scalar(build, number):
 
 
 def _trip(emitter, numbers, top):
-    """What the codes of vectors of one range decode to, in float16."""
+    """Quantize vectors that share a range, and decode the codes again, to float16."""
     build = emitter.build
     lowest, highest = numbers[0], numbers[0]
     for part in numbers[1:]:

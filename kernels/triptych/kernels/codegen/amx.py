@@ -24,7 +24,7 @@ _PALETTE = 1
 
 
 def tile_config(rows: int, first: int, count: int) -> np.ndarray:
-    """What ``use_tiles`` reads: tiles have 16 rows, but ``count`` from ``first`` on ``rows``."""
+    """Shapes for ``use_tiles``: 16 rows a tile, but ``rows`` in ``count`` tiles from ``first``."""
     config = np.zeros(CONFIG_BYTES, np.uint8)
     config[0] = _PALETTE
     config[16 : 16 + 2 * TILES].view(np.uint16)[:] = ROW_BYTES

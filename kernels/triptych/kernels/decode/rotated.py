@@ -1,6 +1,7 @@
 """Decode attention over rotated pages, whose output is rotated back: reference, and two CPU ops."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,25 +55,8 @@ def attend_rotated_cpu(
     sections: Sequence[Section],
     slots: Tensor,
     dtype: torch.dtype,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    positions: Tensor | None = None,
-    lse: Tensor | None = None,
-    page_lists: PageLists | None = None,
+    **options: Any,
 ) -> Tensor:
-    """See ``attend_rotated``: attention, then the rotation."""
-    mixed = cpu.decode_attention(
-        query,
-        arena,
-        sections,
-        slots,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        positions=positions,
-        lse=lse,
-        page_lists=page_lists,
-    )
+    """See ``attend_rotated``: attention, then the rotation; ``options``: those of attention."""
+    mixed = cpu.decode_attention(query, arena, sections, slots, **options)
     return cpu_rotation.rotate_back(mixed, dtype)

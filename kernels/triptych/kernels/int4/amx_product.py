@@ -25,7 +25,7 @@ from triptych.kernels.codegen.amx import (
 from triptych.kernels.codegen.amx import ROWS as TILE_ROWS
 from triptych.kernels.codegen.numba_runtime import LANES, fetch_add, kernel, pointer, team_body
 from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I32, I64, POINTER, Emitter, vector
-from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, TABLE
+from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES, TABLE
 from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
 from triptych.kernels.int4.product_job import (
     CHUNK,
@@ -44,8 +44,6 @@ from triptych.kernels.int4.product_job import (
 
 BLOCK_ROWS = 2 * TILE_ROWS
 """Rows that are multiplied at a time: two tiles, by two of weights, to four of results."""
-PREPARED_ROWS = TILE_ROWS
-CODE_BYTES = PIECE * OUTPUTS // 2
 PANEL_BYTES = 2 * TILE_BYTES
 """Of the weights of 32 inputs and outputs: two tiles, for 16 outputs each."""
 SUMS, FIRST_INPUTS, FIRST_WEIGHTS = 0, 4, 6
@@ -98,16 +96,16 @@ class _Expansion:
 
     def emit(self, packed, groups, pieces, panel):
         emitter, build = self.emitter, self.build
-        group_bytes = build.add(build.mul(pieces, I64(CODE_BYTES)), I64(GRID_BYTES))
+        group_bytes = build.add(build.mul(pieces, I64(PIECE_BYTES)), I64(GRID_BYTES))
         panel_bytes = build.mul(pieces, I64(PANEL_BYTES))
         with emitter.loop(groups) as group:
             grids = emitter.byte(packed, build.mul(group, group_bytes))
             near = emitter.byte(panel, build.mul(group, panel_bytes))
             lines = [self._lines(emitter.byte(grids, ROW_BYTES * half)) for half in (0, 1)]
             with emitter.loop(pieces) as piece:
-                codes = emitter.byte(grids, build.mul(piece, I64(CODE_BYTES)))
+                codes = emitter.byte(grids, build.mul(piece, I64(PIECE_BYTES)))
                 target = emitter.byte(near, build.mul(piece, I64(PANEL_BYTES)))
-                for line in range(0, CODE_BYTES, CACHE_LINE):
+                for line in range(0, PIECE_BYTES, CACHE_LINE):
                     emitter.prefetch(emitter.byte(codes, GRID_BYTES + PREFETCHED + line))
                 self._expand_piece(emitter.byte(codes, GRID_BYTES), lines, target)
 
@@ -241,10 +239,10 @@ def prepare(address):
     pieces = job[GROUPS] * job[PIECES]
     numbers = np.empty(pieces * PIECE, np.float32)
     while True:
-        start = fetch_add(address, PREPARED_ROWS)
+        start = fetch_add(address, TILE_ROWS)
         if start >= job[ROWS]:
             break
-        for row in range(start, min(job[ROWS], start + PREPARED_ROWS)):
+        for row in range(start, min(job[ROWS], start + TILE_ROWS)):
             factor = read_input(job, row, numbers)
             inputs = job[INPUTS] + row // TILE_ROWS * pieces * TILE_BYTES
             inputs += row % TILE_ROWS * ROW_BYTES
@@ -253,10 +251,23 @@ def prepare(address):
 
 
 @kernel
+def _multiply_block(inputs, panel, pieces, input_bytes, sums, rows):
+    """Products of one or two tiles of rows with expanded weights."""
+    if rows > TILE_ROWS:
+        _zero_sums(2)
+        _add_products(inputs, panel, pieces, input_bytes, 2)
+        _store_sums(sums, 2)
+    else:
+        _zero_sums(1)
+        _add_products(inputs, panel, pieces, input_bytes, 1)
+        _store_sums(sums, 1)
+
+
+@kernel
 def _multiply_tile(job, tile, memory, results):
     """``memory``: for the expanded weights; ``results``: for the sums of a block."""
     groups, pieces = job[GROUPS], job[PIECES]
-    group_bytes = pieces * CODE_BYTES + GRID_BYTES
+    group_bytes = pieces * PIECE_BYTES + GRID_BYTES
     packed = job[PACKED] + tile * groups * group_bytes
     panel = (memory.ctypes.data + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
     input_bytes, sums = groups * pieces * TILE_BYTES, results.ctypes.data
@@ -275,14 +286,7 @@ def _multiply_tile(job, tile, memory, results):
     for row in range(0, job[ROWS], BLOCK_ROWS):
         count = min(BLOCK_ROWS, job[ROWS] - row)
         near = job[INPUTS] + row // TILE_ROWS * input_bytes
-        if count > TILE_ROWS:
-            _zero_sums(2)
-            _add_products(near, panel, groups * pieces, input_bytes, 2)
-            _store_sums(sums, 2)
-        else:
-            _zero_sums(1)
-            _add_products(near, panel, groups * pieces, input_bytes, 1)
-            _store_sums(sums, 1)
+        _multiply_block(near, panel, groups * pieces, input_bytes, sums, count)
         write_results(job, tile, row, count, results)
 
 

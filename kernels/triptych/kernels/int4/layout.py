@@ -16,6 +16,8 @@ PIECE = 32
 PAIRS = 4
 """Pairs of inputs of which a word of 16 bits has the levels, the first in its lowest bits. A word
 has the first inputs of its pairs, and the next word the second ones."""
+PIECE_BYTES = PIECE * OUTPUTS // 2
+"""Of the levels of a piece of a tile."""
 GRID_BYTES = 4 * OUTPUTS
 """Before the levels of a group: a step for each output in the lower half of a word, and the weight
 of ``ZERO_LEVEL`` in the upper, both in bfloat16."""

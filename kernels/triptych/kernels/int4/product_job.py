@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""What products with 4-bit weights have in common: their job, their inputs, their results."""
+"""Job words, reading of inputs and writing of results of products with 4-bit weights."""
 
 import numpy as np
 from llvmlite import ir
@@ -20,9 +20,9 @@ BIAS, GATED, SOURCE, SOURCE_KIND, STRIDE, HIDDEN, TOTAL, NORM, EPSILON, CONFIG =
 
 Rows are read from ``SOURCE``, if that is not 0, ``STRIDE`` elements apart. With ``HIDDEN``, if that
 is not 0, they are added to its rows, and the sum is ``TOTAL``. They are normalised if ``NORM`` is
-not 0. ``INPUTS`` are these in
-bfloat16, and ``SUMS`` their sums over groups, as the processor's product needs both. ``BIAS`` has
-zeros if there is none.
+not 0. ``INPUTS`` are these in bfloat16, laid out as the product of this processor reads them;
+``SUMS``, their sums over groups, are for vectors alone, and ``CONFIG`` for tiles alone. ``BIAS``
+has zeros if there is none.
 """
 
 ONE = np.float32(1.0)

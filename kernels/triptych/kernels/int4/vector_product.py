@@ -22,7 +22,7 @@ from triptych.kernels.codegen.numba_runtime import (
 )
 from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I32, I64, POINTER, Emitter, vector
 from triptych.kernels.floats import bfloat_pair, round_floats
-from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, TABLE
+from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES, TABLE
 from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
 from triptych.kernels.int4.product_job import (
     CHUNK,
@@ -40,8 +40,6 @@ from triptych.kernels.int4.product_job import (
 )
 
 VECTOR_BYTES = 64
-PIECE_BYTES = PIECE * OUTPUTS // 2
-"""Of the levels of 32 inputs of a tile."""
 MOST_ROWS = 8
 """Rows of a block: for 32 outputs each has four registers, for its sums and those of a group.
 ``INPUTS`` has [in / 2, rows] pairs of bfloat16 of a block, and ``SUMS`` [groups, rows] sums of the

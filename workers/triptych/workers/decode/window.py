@@ -187,7 +187,7 @@ class Window:
 
     @cached_property
     def _scales(self) -> NDArray[np.float64]:
-        """What ``alpha_*`` are multiplied with, [layers, kv_heads]."""
+        """Factors of ``alpha_high`` and ``alpha_low`` by head row, [layers, kv_heads]."""
         layers, _, kv_heads, _ = self.recent.pages.shape
         given = self.plan.policy.alpha_scales or (1.0,) * (layers * kv_heads)
         return np.array(given).reshape(layers, kv_heads)

@@ -34,7 +34,7 @@ StoredLayer = Callable[[int], tuple[Tensor, Tensor]]
 
 
 class PromptStatistics(Protocol):
-    """What is measured of the queries of a prompt in some layers."""
+    """Statistics of the queries of a prompt in some layers, by which methods score tokens."""
 
     def add(
         self,

@@ -33,6 +33,7 @@ from triptych.workers.models.weights.linear import (
     EXPANDED_ROWS,
     BlockedLinear,
     Int4Linear,
+    Int8Linear,
     Packings,
     TorchInt4Linear,
     pack,
@@ -122,6 +123,8 @@ def test_any_weights_can_be_kept_in_four_bits(original: Path) -> None:
     assert isinstance(small, FusedModel)
     of_layers = [network.step_bytes - network._head.size_bytes for network in (whole, small)]
     assert of_layers[1] < 0.35 * of_layers[0]
+    head = Int8Linear if Int8Product.takes_here() else BlockedLinear
+    assert isinstance(small._head.rough, head)
     rounded = LlamaForCausalLM.from_pretrained(original)
     with torch.no_grad():
         for name, weight in rounded.named_parameters():

@@ -90,7 +90,8 @@ def load(
     layers = packing_of(path, quantization, device, is_plain=plain is not None)
     in_int8 = prompts_in_int8(path, prompts, quantization, layers, dtype, device, plain)
     packings = packings_of(layers, stages, in_int8=in_int8)
-    if quantization == "auto" and dtype == "bfloat16" and plain is not None and device == "cpu":
+    is_small = quantization in ("auto", "int4") and dtype == "bfloat16"
+    if is_small and plain is not None and device == "cpu":
         packings = packings.made_smaller()
     with torch.inference_mode():
         network = _network(path, facts, dtype, device, plain, packings)

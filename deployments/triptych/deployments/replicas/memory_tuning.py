@@ -6,13 +6,17 @@ import threading
 import time
 from collections.abc import Callable
 
+LOOK_EVERY_S = 2.0
 TRIM_EVERY_S = 60.0
+"""Of a process that is never idle."""
+IDLE_SHARE = 0.1
+"""Of a core: a process that uses less is idle."""
 
 
-def tune_memory(trim_every_s: float = TRIM_EVERY_S) -> None:
+def tune_memory(look_every_s: float = LOOK_EVERY_S) -> None:
     """Call this when a process is about to serve, with all that it keeps loaded."""
     freeze_heap()
-    threading.Thread(target=_trim_again_and_again, args=(trim_every_s,), daemon=True).start()
+    threading.Thread(target=_trim_when_idle, args=(look_every_s,), daemon=True).start()
 
 
 def freeze_heap() -> None:
@@ -36,7 +40,15 @@ def give_back_free_memory() -> None:
         trim(0)
 
 
-def _trim_again_and_again(every_s: float) -> None:
+def _trim_when_idle(look_every_s: float) -> None:
+    """Give memory back after each time of work, and once a minute in a long one."""
+    used, waited_s, is_due = time.process_time(), 0.0, True
     while True:
-        time.sleep(every_s)
-        give_back_free_memory()
+        time.sleep(look_every_s)
+        before, used = used, time.process_time()
+        is_idle = used - before < IDLE_SHARE * look_every_s
+        waited_s += look_every_s
+        is_due = is_due or not is_idle
+        if is_due and (is_idle or waited_s >= TRIM_EVERY_S):
+            give_back_free_memory()
+            waited_s, is_due = 0.0, False

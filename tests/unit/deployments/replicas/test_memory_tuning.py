@@ -44,7 +44,7 @@ def resident_mb():
 
 kept = [bytes(1500) for _ in range(80_000)][::40]
 print(resident_mb())
-tune_memory(trim_every_s=0.05)
+tune_memory(look_every_s=0.05)
 until = time.monotonic() + 20
 before = resident_mb()
 while resident_mb() > before - 50 and time.monotonic() < until:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.moves import ALONE, LATENTS
+from triptych.core.errors import ConfigError
 from triptych.core.layout import KeyOrder
-from triptych.kernels import decode_attention, score_tokens
+from triptych.kernels import decode_attention, record_scores, score_tokens
 from triptych.kernels.pages import segments
 
 BACKENDS = [name for name in score_tokens.backends if name != "cuda"]
@@ -59,6 +60,33 @@ def test_biases_are_no_scores(backend: str, new_cache: NewCache) -> None:
     torch.testing.assert_close(
         scores_of(cache.arena, plain).double(), weights, rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_requests_without_a_slot_are_skipped(backend: str, new_cache: NewCache) -> None:
+    cache = new_cache(64)
+    stored = cache.fill("k8v4", [[90, 0], [40, 7], [3, 64]])
+    sections, query = [stored.section], torch.randn(3, 4, 64)
+    slots, lse = torch.arange(3, dtype=torch.int32), torch.empty(3, 4)
+    decode_attention.on(backend)(query, cache.arena, sections, slots, scale=0.125, lse=lse)
+    before = scores_of(cache.arena, stored).clone()
+    lse[1] = float("nan")
+    some = torch.tensor([0, -1, 2], dtype=torch.int32)
+    score_tokens.on(backend)(query, cache.arena, sections, some, lse, scale=0.125)
+    changed = (scores_of(cache.arena, stored) != before).flatten(1).any(1)
+    assert changed.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("backend", ["cpu"])
+def test_attention_and_progress_need_slots_that_exist(backend: str, new_cache: NewCache) -> None:
+    cache = new_cache(64)
+    sections = [cache.fill("k8v4", [[90, 0]]).section]
+    slots = torch.tensor([-1], dtype=torch.int32)
+    query, progress = torch.randn(1, 4, 64), torch.zeros(8, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="a slot, a token count or a page id is out of range"):
+        decode_attention.on(backend)(query, cache.arena, sections, slots, scale=0.125)
+    with pytest.raises(ConfigError, match="a slot is out of range: there are 8"):
+        record_scores.on(backend)(progress, slots + 9, slots, 16, 48)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])

@@ -114,6 +114,24 @@ def test_cores_are_divided_while_prompts_and_answers_are_computed(tmp_path: Path
     assert threads == [3, 2, 1, 3]
 
 
+@pytest.mark.parametrize("case", ["prompts wait", "none wait", "few requests", "late"])
+def test_a_large_decode_step_pauses_while_prompts_wait(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = SharedCores(tmp_path, cores=2)
+    decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
+    prompts.set_working(has_more=case != "none wait")
+    pauses = list[float]()
+    monkeypatch.setattr("triptych.workers.core_scheduler.time.sleep", pauses.append)
+    with decode.step(lambda: False):
+        until = time.monotonic() + 0.03
+        while time.monotonic() < until:
+            pass
+    with decode.step(lambda: case == "late", leaves_core=case == "few requests"):
+        pass
+    assert bool(pauses) == (case == "prompts wait")
+
+
 def test_an_answer_begins_after_the_step_that_has_its_cores(tmp_path: Path) -> None:
     prompts = SharedCores(tmp_path, cores=2)
     decode = SharedCores(tmp_path, cores=2, is_decode_only=True)

@@ -17,6 +17,7 @@ from triptych.kernels.codec.vectors import (
     round_vector,
 )
 from triptych.kernels.codec.whole_vectors import halve_whole, round_whole
+from triptych.kernels.codegen.jobs import job_start
 from triptych.kernels.codegen.numba_runtime import fetch_add, kernel, pointer, run_team, team_body
 from triptych.kernels.floats import FLOAT, read_floats
 
@@ -166,6 +167,14 @@ def store(address):
                 continue
             token, head = item // job[KV_HEADS], item % job[KV_HEADS]
             _store(job, form, pages[item], rows[item], token, head, codes, numbers)
+
+
+@job_start
+def start_append(words, body, team, threads):
+    job = carray(pointer(words), APPEND_WORDS, np.int64)
+    job[COUNTER], job[BAD] = 0, 0
+    run_team(team, body, job, threads if job[ITEMS] > CHUNK else 1)
+    return job[BAD]
 
 
 @team_body

@@ -18,6 +18,7 @@ from triptych.kernels.codec.vectors import (
     RANGE,
     REQUANTIZE,
 )
+from triptych.kernels.codegen.jobs import Job
 from triptych.kernels.codegen.numba_runtime import team_address, team_threads
 from triptych.kernels.floats import KINDS
 from triptych.kernels.pages import (
@@ -80,9 +81,22 @@ def append_tokens(
     mirror: Tensor | None = None,
 ) -> None:
     """See ``reference.append_tokens``."""
-    check_written_alone("append_tokens", section.layout)
     if mirror is not None:
         append_tokens(mirror, section, key, value, slots, places, positions)
+    append_job(arena, section, key, value, slots, places, positions).run()
+
+
+def append_job(
+    arena: Tensor,
+    section: Section,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    places: Tensor,
+    positions: Tensor,
+) -> Job:
+    """The job of ``append_tokens``; it keeps dense arguments."""
+    check_written_alone("append_tokens", section.layout)
     pages, table = section.call_cache.get(
         lambda: _append_words(arena, section), arena, append_tokens
     )
@@ -91,7 +105,7 @@ def append_tokens(
         raise ConfigError(f"append_tokens: key {key.dtype}, value {value.dtype}: unsupported")
     key, value = _dense(key), _dense(value)
     slots, places, positions = slots.contiguous(), places.contiguous(), positions.contiguous()
-    job = _packed(
+    words = _packed(
         0,
         0,
         rows * heads,
@@ -108,7 +122,9 @@ def append_tokens(
         slots.data_ptr(),
         places.data_ptr(),
     )
-    _run(job, codec_numba.append.address, "append_tokens")
+    kept = arena, section, key, value, slots, places, positions
+    start, body = codec_numba.start_append.address, codec_numba.append.address
+    return Job("append_tokens", start, words, body, kept, OUT_OF_RANGE)
 
 
 def transcode(
@@ -345,4 +361,7 @@ def _struct(words: int) -> Struct:
 
 def _run(job: np.ndarray, body: int, name: str, alone: int = codec_numba.CHUNK) -> None:
     if not codec_numba.run(job, team_address(), body, team_threads(), alone):
-        raise ConfigError(f"{name}: an index is of a page or a row that the arena does not have")
+        raise ConfigError(f"{name}: {OUT_OF_RANGE}")
+
+
+OUT_OF_RANGE = "an index is of a page or a row that the arena does not have"

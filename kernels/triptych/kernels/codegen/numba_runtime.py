@@ -30,31 +30,31 @@ _KERNELS = Path(__file__).parents[1]
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function on first use; it runs without the GIL and is cached on disk."""
-    with _cache_of_these_sources():
+    with cache_of_these_sources():
         return njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """``kernel`` that is inlined into its callers, for functions shorter than their call."""
-    with _cache_of_these_sources():
+    with cache_of_these_sources():
         return njit(nogil=True, cache=True, error_model="numpy", inline="always")(function)
 
 
 def summing_kernel(function: Callable[..., Any]) -> Any:
     """``kernel`` that may reorder sums and extremes of finite numbers, so that they vectorize."""
-    with _cache_of_these_sources():
+    with cache_of_these_sources():
         flags = {"reassoc", "nnan", "ninf", "nsz"}
         return njit(nogil=True, cache=True, error_model="numpy", fastmath=flags)(function)
 
 
 def team_body(function: Callable[..., Any]) -> Any:
     """Compile the function that each thread of a team runs; its argument is the job's address."""
-    with _cache_of_these_sources():
+    with cache_of_these_sources():
         return cfunc(types.void(types.int64), cache=True, error_model="numpy")(function)
 
 
 @contextmanager
-def _cache_of_these_sources() -> Iterator[None]:
+def cache_of_these_sources() -> Iterator[None]:
     """Use a cache directory named by the hash of all kernel sources.
 
     numba detects a change of a function's own file, but not of functions that it calls.

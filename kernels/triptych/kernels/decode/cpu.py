@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.codegen.numba_runtime import team_address, team_threads
+from triptych.kernels.codegen.jobs import Job
 from triptych.kernels.decode import flash_decoding, reference
 from triptych.kernels.decode.page_step import PageStep, page_step_address, scratch_floats
 from triptych.kernels.page_lists import PageLists, page_list_words
@@ -35,9 +35,7 @@ def decode_attention(
     """See ``reference.decode_attention``."""
     out = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
     transform = LogitTransform(scale, window, softcap)
-    _attend(
-        query, arena, sections, slots, transform, positions, out=out, lse=lse, page_lists=page_lists
-    )
+    attention_job(query, arena, sections, slots, transform, positions, out, lse, page_lists).run()
     return out
 
 
@@ -59,21 +57,32 @@ def score_tokens(
     if weight <= 0:
         raise ConfigError(f"score_tokens: weight={weight}: expected > 0")
     transform = LogitTransform(scale, window, softcap)
-    scored = reference.scored_sections(sections)
-    if not scored:
+    job = score_job(query, arena, sections, slots, transform, positions, lse, weight)
+    if job is None:
         return
-    _attend(query, arena, scored, slots, transform, positions, lse=lse, weight=weight)
+    job.run()
     if mirror is not None:
-        reference.copy_scores(arena, mirror, scored, slots)
+        reference.copy_scores(arena, mirror, reference.scored_sections(sections), slots)
 
 
 def record_scores(
     progress: Tensor, slots: Tensor, positions: Tensor, layer: int, layers: int
 ) -> None:
     """See ``reference.record_scores``."""
-    counts, at, seen = progress.numpy(), slots.numpy(), positions.numpy()
-    live = at >= 0
-    counts[at[live]] = seen[live].astype(np.int64) * layers + layer + 1
+    record_job(progress, slots, positions, layer, layers).run()
+
+
+def record_job(progress: Tensor, slots: Tensor, positions: Tensor, layer: int, layers: int) -> Job:
+    """The job of ``record_scores``."""
+    check_indices(slots, positions)
+    if progress.dtype != torch.int64 or not progress.is_contiguous():
+        raise ConfigError(f"record_scores: progress {progress.dtype}: expected dense int64")
+    kept = progress, slots.contiguous(), positions.contiguous()
+    words = np.array(
+        [*(each.data_ptr() for each in kept), len(slots), layer, layers, len(progress)]
+    )
+    problem = f"a slot is out of range: there are {len(progress)}"
+    return Job("record_scores", flash_decoding.record.address, words, 0, kept, problem)
 
 
 class LogitTransform(NamedTuple):
@@ -91,19 +100,56 @@ class LogitTransform(NamedTuple):
         return self.scale * log2(e), 0.0
 
 
-def _attend(
+def attention_job(
     query: Tensor,
     arena: Tensor,
     sections: Sequence[Section],
     slots: Tensor,
     transform: LogitTransform,
     positions: Tensor | None,
-    *,
-    out: Tensor | None = None,
+    out: Tensor,
     lse: Tensor | None = None,
+    page_lists: PageLists | None = None,
+) -> Job:
+    """The job of ``decode_attention``, with its results in ``out`` and ``lse``."""
+    return _job(
+        "decode_attention", query, arena, sections, slots, transform, positions, out, lse,
+        page_lists=page_lists,
+    )  # fmt: skip
+
+
+def score_job(
+    query: Tensor,
+    arena: Tensor,
+    sections: Sequence[Section],
+    slots: Tensor,
+    transform: LogitTransform,
+    positions: Tensor | None,
+    lse: Tensor,
+    weight: float,
+) -> Job | None:
+    """The job of ``score_tokens``; None: no section has scores."""
+    scored = reference.scored_sections(sections)
+    if not scored:
+        return None
+    return _job(
+        "score_tokens", query, arena, scored, slots, transform, positions, None, lse, weight
+    )
+
+
+def _job(
+    op: str,
+    query: Tensor,
+    arena: Tensor,
+    sections: Sequence[Section],
+    slots: Tensor,
+    transform: LogitTransform,
+    positions: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
     weight: float = 0.0,
     page_lists: PageLists | None = None,
-) -> None:
+) -> Job:
     """Fill ``out`` and ``lse``; with a weight instead read ``lse`` and add to token scores."""
     rows, heads, dim = query.shape
     spec = StepSpec(heads, dim, transform, weight > 0)
@@ -115,18 +161,21 @@ def _attend(
         raise ConfigError("decode attention: a window needs the positions of the queries")
     if lse is not None and (lse.shape != (rows, heads) or not _is_plain_float(lse)):
         raise ConfigError(f"lse {tuple(lse.shape)} {lse.dtype}: expected float32 {(rows, heads)}")
-    query = query.float().contiguous()
+    query = query.float()
+    if query.stride(2) != 1 or query.stride(1) != dim:
+        query = query.contiguous()
     slots = slots.contiguous()
     positions = slots if positions is None else positions.contiguous()
     places, listed = None, NO_LISTS
     if page_lists is not None:
         places = page_lists.rows.contiguous()
         listed = page_list_words(page_lists, rows, table.kv_heads)
-    job = np.empty(flash_decoding.JOB_WORDS, np.int64)
+    words = np.empty(flash_decoding.JOB_WORDS, np.int64)
     JOB.pack_into(
-        job.data,
+        words.data,
         0,
         query.data_ptr(),
+        query.stride(0),
         0 if out is None else out.data_ptr(),
         slots.data_ptr(),
         positions.data_ptr(),
@@ -138,13 +187,12 @@ def _attend(
         0 if places is None else places.data_ptr(),
         *listed,
     )
-    if not flash_decoding.attend(
-        job, team_address(), flash_decoding.take_runs.address, team_threads()
-    ):
-        raise ConfigError("decode attention: a slot, a token count or a page id is out of range")
+    kept = query, arena, table, out, slots, positions, lse, page_lists, places
+    start, body = flash_decoding.attend.address, flash_decoding.take_runs.address
+    return Job(op, start, words, body, kept, "a slot, a token count or a page id is out of range")
 
 
-JOB = Struct("14q 3d 9q")
+JOB = Struct("15q 3d 9q")
 """The fields of ``flash_decoding.Job`` that are set here."""
 
 NO_LISTS = (0,) * 8

@@ -7,6 +7,7 @@ from collections import namedtuple
 import numpy as np
 from numba import carray
 
+from triptych.kernels.codegen.jobs import job_start
 from triptych.kernels.codegen.numba_runtime import (
     call_page_step,
     fetch_add,
@@ -21,6 +22,8 @@ TOKENS, TOKENS_SLOT, TOKENS_HEAD, SLOTS, PAGE_BYTES, PAGE_COUNT = range(7, 13)
 SECTION_COLUMNS = 13
 """Number of columns of the table of sections: addresses, and strides in elements."""
 
+NO_SLOT = -1
+"""Of a request whose tokens are not scored."""
 SERIAL_PAGES = 64
 """Up to so many pages one thread reads all (15 us): waking a second thread takes longer."""
 RUN_PAGES = 16
@@ -29,7 +32,7 @@ requests of the batch."""
 
 Job = namedtuple(
     "Job",
-    "query out slots positions lse rows window"
+    "query query_stride out slots positions lse rows window"
     " arena kv_heads group dim scratch_floats sections section_count"
     " scale cap weight"
     " list_rows list_count ordinals list_stride list_head list_entries counts count_slot count_head"
@@ -37,33 +40,8 @@ Job = namedtuple(
 )
 """Arguments of all threads: sizes, and addresses of shared arrays."""
 JOB_WORDS = len(Job._fields)
-
-
-@kernel
-def attend(words, team, body, threads):
-    """Attention of all head rows; False if a slot, a count or a page id is out of range.
-
-    ``words``: the fields of a ``Job``; those from ``runs`` on are set here. Threads take runs from
-    a shared counter, which balances the load.
-    """
-    job = _job(words.ctypes.data)
-    pages = _count_pages(job)
-    if pages.size and pages.min() < 0:
-        return False
-    if pages.sum() <= SERIAL_PAGES:
-        threads = 1
-    runs = _cut(pages, RUN_PAGES)
-    partial = np.empty((len(runs), job.group * (job.dim + 2)), np.float32)
-    shared = np.zeros(2, np.int64)
-    words[JOB_WORDS - 5] = runs.ctypes.data
-    words[JOB_WORDS - 4] = len(runs)
-    words[JOB_WORDS - 3] = partial.ctypes.data
-    words[JOB_WORDS - 2] = shared[:1].ctypes.data
-    words[JOB_WORDS - 1] = shared[1:].ctypes.data
-    run_team(team, body, words, threads)
-    if job.weight == 0:
-        _merge(job, runs, partial)
-    return shared[1] == 0
+RECORD_WORDS = 7
+"""Of a job of ``record``: addresses of counts, slots and positions; rows, layer, layers, counts."""
 
 
 @kernel
@@ -72,10 +50,10 @@ def _job(address):
     numbers = carray(pointer(address), JOB_WORDS, np.float64)
     return Job(
         words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7],
-        words[8], words[9], words[10], words[11], words[12], words[13],
-        np.float32(numbers[14]), np.float32(numbers[15]), np.float32(numbers[16]),
-        words[17], words[18], words[19], words[20], words[21], words[22], words[23], words[24],
-        words[25], words[26], words[27], words[28], words[29], words[30],
+        words[8], words[9], words[10], words[11], words[12], words[13], words[14],
+        np.float32(numbers[15]), np.float32(numbers[16]), np.float32(numbers[17]),
+        words[18], words[19], words[20], words[21], words[22], words[23], words[24], words[25],
+        words[26], words[27], words[28], words[29], words[30], words[31],
     )  # fmt: skip
 
 
@@ -91,6 +69,8 @@ def _count_pages(job):
     pages = np.zeros(job.rows * job.kv_heads, np.int64)
     for row in range(len(pages)):
         slot, head = np.int64(slots[row // job.kv_heads]), row % job.kv_heads
+        if slot == NO_SLOT and job.weight > 0:
+            continue
         for section in _sections(job):
             tokens = _tokens(section, slot, head) if 0 <= slot < section[SLOTS] else -1
             if tokens < 0 or tokens > section[WIDTH] * section[PAGE_TOKENS]:
@@ -175,7 +155,9 @@ def _prepare(job, row, query, state):
     For scores, the state instead has the log2 of the finished sums, and the weight.
     """
     group, dim = job.group, job.dim
-    near = carray(pointer(job.query + 4 * row * group * dim), group * dim, np.float32)
+    token, head = row // job.kv_heads, row % job.kv_heads
+    first = token * job.query_stride + head * group * dim
+    near = carray(pointer(job.query + 4 * first), group * dim, np.float32)
     for head in range(group):
         total = np.float32(0.0)
         for channel in range(dim):
@@ -287,6 +269,49 @@ def _merge_state(group, dim, state, other):
             state[channel] = state[channel] * rescale + other[channel] * other_rescale
         state[sum_at] = state[sum_at] * rescale + other[sum_at] * other_rescale
         state[largest_at] = largest
+
+
+@job_start
+def attend(address, body, team, threads):
+    """Attention of all head rows; 1 if a slot, a count or a page id is out of range.
+
+    At ``address`` are the fields of a ``Job``; those from ``runs`` on are set here. Threads take
+    runs from a shared counter, which balances the load.
+    """
+    words = carray(pointer(address), JOB_WORDS, np.int64)
+    job = _job(address)
+    pages = _count_pages(job)
+    if pages.size and pages.min() < 0:
+        return 1
+    if pages.sum() <= SERIAL_PAGES:
+        threads = 1
+    runs = _cut(pages, RUN_PAGES)
+    partial = np.empty((len(runs), job.group * (job.dim + 2)), np.float32)
+    shared = np.zeros(2, np.int64)
+    words[JOB_WORDS - 5] = runs.ctypes.data
+    words[JOB_WORDS - 4] = len(runs)
+    words[JOB_WORDS - 3] = partial.ctypes.data
+    words[JOB_WORDS - 2] = shared[:1].ctypes.data
+    words[JOB_WORDS - 1] = shared[1:].ctypes.data
+    run_team(team, body, words, threads)
+    if job.weight == 0:
+        _merge(job, runs, partial)
+    return 1 if shared[1] else 0
+
+
+@job_start
+def record(address, body, team, threads):
+    """``record_scores``; 1 if a slot is out of range."""
+    words = carray(pointer(address), RECORD_WORDS, np.int64)
+    progress = carray(pointer(words[0]), words[6], np.int64)
+    slots = carray(pointer(words[1]), words[3], np.int32)
+    positions = carray(pointer(words[2]), words[3], np.int32)
+    for row in range(len(slots)):
+        if slots[row] >= len(progress):
+            return 1
+        if slots[row] >= 0:
+            progress[slots[row]] = np.int64(positions[row]) * words[5] + words[4] + 1
+    return 0
 
 
 @team_body

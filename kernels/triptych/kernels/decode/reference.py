@@ -66,17 +66,19 @@ def score_tokens(
 
     A token's score grows by ``weight`` times the largest softmax weight among the query
     heads of its KV head. Tokens with a bias have no score, nor have those of pages that are encoded
-    whole. ``lse`` comes from ``decode_attention``
-    with the same arguments.
+    whole. ``lse`` comes from ``decode_attention`` with the same arguments. Requests with slot -1
+    are skipped.
     ``mirror``: another arena with the same pages, into which the new scores are copied; then no
     two requests share a page.
 
     Shapes:  as ``decode_attention``
     Source:  DiffKV (significance while generating: the maximum over the group's heads)
     """
-    sections = scored_sections(sections)
-    if not sections:
+    sections, scored = scored_sections(sections), slots >= 0
+    if not sections or not scored.any():
         return
+    query, slots, lse = query[scored], slots[scored], lse[scored]
+    positions = None if positions is None else positions[scored]
     logits, _, _ = _logits(query, arena, sections, slots, scale, softcap, window, positions)
     grouped = lse.view(*logits.shape[:3], 1)
     received = (logits - grouped).exp().amax(2) * weight

@@ -4,40 +4,30 @@
 
 from functools import cache, lru_cache
 from importlib import import_module
+from struct import Struct
 from types import ModuleType
 
 import numpy as np
 import torch
+from numba import carray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
+from triptych.kernels.codegen.jobs import Job, job_start
 from triptych.kernels.codegen.native import multiplies_tiles
-from triptych.kernels.codegen.numba_runtime import kernel, run_team, team_address, team_threads
+from triptych.kernels.codegen.numba_runtime import pointer, run_team
 from triptych.kernels.floats import KINDS
 from triptych.kernels.int4.layout import OUTPUTS, PIECE, Int4Tiles
 from triptych.kernels.int4.product_job import (
-    BIAS,
-    CHUNK,
-    CONFIG,
     COUNTER,
-    EPSILON,
-    GATED,
     GROUPS,
-    HIDDEN,
+    INPUT_WORDS,
     INPUTS,
-    NORM,
-    OUT,
-    OUT_KIND,
-    PACKED,
     PIECES,
+    PREPARE,
     ROWS,
-    SOURCE,
-    SOURCE_KIND,
-    STRIDE,
     SUMS,
     TILES,
-    TOTAL,
-    WIDTH,
     WORDS,
 )
 
@@ -58,34 +48,28 @@ def _product() -> ModuleType:
     return import_module(f"triptych.kernels.int4.{name}")
 
 
-@kernel
-def _start(
-    prepare, multiply, team, threads, tiles, rows, groups, columns, packed, source, source_kind,
-    stride, hidden, total, norm, epsilon, out, out_kind, width, bias, is_gated, config, input_words,
-):  # fmt: skip
-    inputs = np.empty(input_words, np.uint32)
-    sums = np.empty(rows * groups, np.float32)
-    job = np.empty(WORDS, np.int64)
-    job[COUNTER], job[CHUNK] = 0, max(FEWEST_TILES, CHUNK_WEIGHTS // (columns * OUTPUTS))
-    job[TILES], job[ROWS], job[GROUPS] = tiles, rows, groups
-    job[PIECES] = columns // groups // PIECE
-    job[PACKED], job[INPUTS], job[SUMS] = packed, inputs.ctypes.data, sums.ctypes.data
-    job[OUT], job[OUT_KIND], job[WIDTH], job[BIAS] = out, out_kind, width, bias
-    job[GATED], job[CONFIG] = is_gated, config
-    job[SOURCE], job[SOURCE_KIND], job[STRIDE] = source, source_kind, stride
-    job[HIDDEN], job[TOTAL], job[NORM] = hidden, total, norm
-    job.view(np.float64)[EPSILON] = epsilon
-    run_team(team, prepare, job, threads if rows > FEW_ROWS else 1)
+@job_start
+def _start(words, body, team, threads):
+    job = carray(pointer(words), WORDS, np.int64)
+    inputs = np.empty(job[INPUT_WORDS], np.uint32)
+    sums = np.empty(job[ROWS] * job[GROUPS], np.float32)
+    job[INPUTS], job[SUMS] = inputs.ctypes.data, sums.ctypes.data
     job[COUNTER] = 0
-    run_team(team, multiply, job, threads if tiles * OUTPUTS * columns > FEW else 1)
-    return inputs[0] + sums[0]  # numba frees an array after its last use
+    run_team(team, job[PREPARE], job, threads if job[ROWS] > FEW_ROWS else 1)
+    job[COUNTER] = 0
+    weights = job[TILES] * OUTPUTS * job[GROUPS] * job[PIECES] * PIECE
+    run_team(team, body, job, threads if weights > FEW else 1)
+    return 0 if inputs.size + sums.size else 1  # numba frees an array after its last use
 
 
 def multiply_int4(
     rows: Tensor, weights: Int4Tiles, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """See ``reference.multiply_int4``."""
-    return _run(rows, weights, bias, dtype)
+    out = torch.empty(len(rows), weights.results, dtype=dtype)
+    if len(rows):
+        multiply_job(rows, weights, bias, out).run()
+    return out
 
 
 def add_norm_multiply_int4(
@@ -98,55 +82,86 @@ def add_norm_multiply_int4(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.add_norm_multiply_int4``."""
+    hidden = hidden.contiguous()
+    total = hidden if delta is None else torch.empty_like(hidden)
+    out = torch.empty(len(hidden), weights.results, dtype=dtype)
+    if len(hidden):
+        add_norm_multiply_job(hidden, delta, total, norm, epsilon, weights, bias, out).run()
+    return total, out
+
+
+def multiply_job(rows: Tensor, weights: Int4Tiles, bias: Tensor | None, out: Tensor) -> Job:
+    """The job of ``multiply_int4`` for at least one row, with its result in ``out``."""
+    return _job("multiply_int4", rows, weights, bias, out)
+
+
+def add_norm_multiply_job(
+    hidden: Tensor,
+    delta: Tensor | None,
+    total: Tensor,
+    norm: Tensor,
+    epsilon: float,
+    weights: Int4Tiles,
+    bias: Tensor | None,
+    out: Tensor,
+) -> Job:
+    """The job of ``add_norm_multiply_int4`` for at least one row, with its results in ``total``
+    and ``out``."""
     if not (norm.is_contiguous() and norm.dtype == hidden.dtype == torch.float32):
         raise ConfigError(f"norm {norm.dtype} of {hidden.dtype}: expected dense float32")
     if norm.shape != hidden.shape[1:] or (delta is not None and delta.shape != hidden.shape):
         raise ConfigError(f"norm of {len(norm)} numbers for rows of {tuple(hidden.shape)}")
-    hidden = hidden.contiguous()
-    total = hidden if delta is None else torch.empty_like(hidden)
-    return total, _run(delta, weights, bias, dtype, hidden, total, norm, epsilon)
+    normed = hidden, total, norm, epsilon
+    return _job("add_norm_multiply_int4", delta, weights, bias, out, normed)
 
 
-def _run(
+def _job(
+    op: str,
     rows: Tensor | None,
     weights: Int4Tiles,
     bias: Tensor | None,
-    dtype: torch.dtype,
-    hidden: Tensor | None = None,
-    total: Tensor | None = None,
-    norm: Tensor | None = None,
-    epsilon: float = 0.0,
-) -> Tensor:
-    """Multiply rows, or the norm of ``total``, their sum with ``hidden``."""
+    out: Tensor,
+    normed: tuple[Tensor, Tensor, Tensor, float] | None = None,
+) -> Job:
+    """Multiply rows, or the norm of their sum with a residual stream.
+
+    ``normed``: the stream, the sum, and weights and epsilon of the norm.
+    """
+    hidden, total, norm, epsilon = normed or (None, None, None, 0.0)
     outputs, columns = weights.shape
     like = rows if rows is not None else hidden
     assert like is not None
-    count, width = like.shape if like.dim() == 2 else (0, 0)
+    width = like.shape[1] if like.dim() == 2 else 0
     if width != columns or like.stride(1) != 1:
         raise ConfigError(
             f"rows {tuple(like.shape)}, strides {like.stride()}: expected dense (T, {columns})"
         )
-    if like.dtype not in KINDS or dtype not in KINDS:
-        raise ConfigError(f"rows of {like.dtype} to {dtype}: have {', '.join(map(str, KINDS))}")
+    if like.dtype not in KINDS or out.dtype not in KINDS:
+        raise ConfigError(f"rows of {like.dtype} to {out.dtype}: have {', '.join(map(str, KINDS))}")
     if bias is not None and (bias.shape != (outputs,) or bias.dtype != torch.float32):
         raise ConfigError(f"bias {tuple(bias.shape)} {bias.dtype}: expected float32 ({outputs},)")
     if bias is not None and weights.is_gated:
         raise ConfigError("gated weights take no bias")
     bias = _zeros(outputs) if bias is None else bias.contiguous()
-    out = torch.empty(count, weights.results, dtype=dtype)
-    if not count:
-        return out
-    product = _product()
-    _start(
-        product.prepare.address,
-        product.multiply.address,
-        team_address(),
-        team_threads(),
+    product, count = _product(), len(like)
+    words = np.empty(WORDS, np.int64)
+    STATIC.pack_into(
+        words.data,
+        0,
+        0,
+        max(FEWEST_TILES, CHUNK_WEIGHTS // (columns * OUTPUTS)),
         outputs // OUTPUTS,
         count,
         weights.groups,
-        columns,
+        columns // weights.groups // PIECE,
         weights.tiles.data_ptr(),
+        0,
+        0,
+        out.data_ptr(),
+        KINDS[out.dtype],
+        weights.results,
+        bias.data_ptr(),
+        int(weights.is_gated),
         0 if rows is None else rows.data_ptr(),
         KINDS[like.dtype],
         like.stride(0),
@@ -154,15 +169,16 @@ def _run(
         0 if total is None else total.data_ptr(),
         0 if norm is None else norm.data_ptr(),
         epsilon,
-        out.data_ptr(),
-        KINDS[dtype],
-        weights.results,
-        bias.data_ptr(),
-        int(weights.is_gated),
         product.config_address(count),
+        product.prepare.address,
         product.input_words(count, columns),
     )
-    return out
+    kept = rows, weights, bias, out, hidden, total, norm
+    return Job(op, _start.address, words, product.multiply.address, kept)
+
+
+STATIC = Struct("20q d 3q")
+"""The words of a job in order; those that are set when it runs are 0."""
 
 
 @lru_cache(maxsize=64)

@@ -13,16 +13,17 @@ from triptych.kernels.floats import FLOAT as FLOAT_KIND
 from triptych.kernels.floats import read_floats, store_vectors
 from triptych.kernels.int4.layout import OUTPUTS
 
-WORDS = 22
+WORDS = 24
 COUNTER, CHUNK, TILES, ROWS, GROUPS, PIECES, PACKED, INPUTS, SUMS, OUT, OUT_KIND, WIDTH = range(12)
-BIAS, GATED, SOURCE, SOURCE_KIND, STRIDE, HIDDEN, TOTAL, NORM, EPSILON, CONFIG = range(12, WORDS)
-"""Words of a job.
+BIAS, GATED, SOURCE, SOURCE_KIND, STRIDE, HIDDEN, TOTAL, NORM, EPSILON, CONFIG = range(12, 22)
+PREPARE, INPUT_WORDS = range(22, WORDS)
+"""Words of a job. ``PREPARE`` is what the threads of a team run before they multiply.
 
 Rows are read from ``SOURCE``, if that is not 0, ``STRIDE`` elements apart. With ``HIDDEN``, if that
 is not 0, they are added to its rows, and the sum is ``TOTAL``. They are normalised if ``NORM`` is
-not 0. ``INPUTS`` are these in bfloat16, laid out as the product of this processor reads them;
-``SUMS``, their sums over groups, are for vectors alone, and ``CONFIG`` for tiles alone. ``BIAS``
-has zeros if there is none.
+not 0. ``INPUTS`` are these in ``INPUT_WORDS`` words of 32 bits, bfloat16, laid out as the product
+of this processor reads them; ``SUMS``, their sums over groups, are for vectors alone, and
+``CONFIG`` for tiles alone. ``BIAS`` has zeros if there is none.
 """
 
 ONE = np.float32(1.0)

@@ -3,6 +3,7 @@
 """Pointwise ops on the CPU: one pass over each row."""
 
 from math import e, log2
+from struct import Struct
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
+from triptych.kernels.codegen.jobs import Job, job_start
 from triptych.kernels.codegen.numba_runtime import (
     LANES,
     fetch_add,
@@ -19,9 +21,7 @@ from triptych.kernels.codegen.numba_runtime import (
     pointer,
     run_team,
     summing_kernel,
-    team_address,
     team_body,
-    team_threads,
 )
 from triptych.kernels.codegen.simd import EXP2, POINTER, Emitter
 from triptych.kernels.floats import FLOAT as FLOAT_KIND
@@ -56,13 +56,18 @@ ONE = np.float32(1.0)
 
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
     """See ``reference.rms_norm``."""
+    out = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+    norm_job(rows, weight, epsilon, out).run()
+    return out
+
+
+def norm_job(rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Job:
+    """The job of ``rms_norm``, with its result in ``out``."""
     if not (weight.is_contiguous() and weight.dtype == torch.float32):
         raise ConfigError(f"rms_norm: weight {weight.dtype}: expected dense float32")
     if weight.shape != rows.shape[-1:]:
         raise ConfigError(f"rms_norm: {len(weight)} weights for rows of {rows.shape[-1]}")
-    out = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
-    _run(NORM, rows, out, weight.data_ptr(), 0, 0, epsilon)
-    return out
+    return _job("rms_norm", NORM, rows, out, (weight, weight), 0, epsilon)
 
 
 def add_norm(
@@ -75,6 +80,13 @@ def add_norm(
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See ``reference.rotate``."""
+    out = torch.empty_like(heads, memory_format=torch.contiguous_format)
+    rotate_job(heads, cos, sin, out).run()
+    return out
+
+
+def rotate_job(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Job:
+    """The job of ``rotate``, with its result in ``out``."""
     expected = len(heads), heads.shape[2] // 2
     for angles in (cos, sin):
         if angles.shape != expected or angles.dtype != torch.float32 or angles.stride(1) != 1:
@@ -83,22 +95,29 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             )
     if cos.stride(0) != sin.stride(0):
         raise ConfigError("rotate: cosines and sines have different strides")
-    out = torch.empty_like(heads, memory_format=torch.contiguous_format)
-    _run(ROTATE, heads, out, cos.data_ptr(), sin.data_ptr(), cos.stride(0), 0.0)
-    return out
+    return _job("rotate", ROTATE, heads, out, (cos, sin), cos.stride(0), 0.0)
 
 
 def gate(gate_up: Tensor) -> Tensor:
     """See ``reference.gate``."""
     out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype)
-    _run(GATE, gate_up, out, 0, 0, 0, 0.0)
+    _job("gate", GATE, gate_up, out, (gate_up, gate_up), 0, 0.0).run()
     return out
 
 
-def _run(
-    what: int, source: Tensor, out: Tensor, first: int, second: int, stride: int, epsilon: float
-) -> None:
-    """Run a job over all rows of ``source`` [T, E] or [T, H, E]; each row must be dense."""
+def _job(
+    op: str,
+    what: int,
+    source: Tensor,
+    out: Tensor,
+    pair: tuple[Tensor, Tensor],
+    stride: int,
+    epsilon: float,
+) -> Job:
+    """Over all rows of ``source`` [T, E] or [T, H, E]; each row must be dense.
+
+    ``pair``: what ``FIRST`` and ``SECOND`` are; ``stride``: of its rows.
+    """
     shape, strides = source.shape, source.stride()
     width, is_headed = shape[-1], len(shape) == 3
     if strides[-1] != 1 or len(shape) not in (2, 3):
@@ -109,12 +128,14 @@ def _run(
         raise ConfigError(
             f"rows of {source.dtype} to {out.dtype}: have {', '.join(map(str, KINDS))}"
         )
-    _start(
+    words = np.empty(WORDS, np.int64)
+    STATIC.pack_into(
+        words.data,
+        0,
+        0,
         what,
-        _work.address,
-        team_address(),
-        team_threads(),
         source.numel() // max(1, width),
+        max(1, NUMBERS // width),
         width,
         source.data_ptr(),
         KINDS[source.dtype],
@@ -124,27 +145,24 @@ def _run(
         shape[1] if is_headed else 1,
         strides[0],
         strides[1] if is_headed else 0,
-        first,
-        second,
+        pair[0].data_ptr(),
+        pair[1].data_ptr(),
         stride,
         epsilon,
     )
+    return Job(op, _start.address, words, _work.address, (source, out, pair))
 
 
-@kernel
-def _start(
-    what, body, team, threads, rows, width, source, source_kind, target, target_kind, target_width,
-    heads, token_stride, head_stride, first, second, angle_stride, epsilon,
-):  # fmt: skip
-    job = np.empty(WORDS, np.int64)
-    job[COUNTER], job[WHAT], job[ROWS], job[WIDTH] = 0, what, rows, width
-    job[CHUNK] = max(1, NUMBERS // width)
-    job[SOURCE], job[SOURCE_KIND] = source, source_kind
-    job[TARGET], job[TARGET_KIND], job[TARGET_WIDTH] = target, target_kind, target_width
-    job[HEADS], job[TOKEN_STRIDE], job[HEAD_STRIDE] = heads, token_stride, head_stride
-    job[FIRST], job[SECOND], job[ANGLE_STRIDE] = first, second, angle_stride
-    job.view(np.float64)[EPSILON] = epsilon
-    run_team(team, body, job, threads if rows > job[CHUNK] else 1)
+STATIC = Struct("16q d")
+"""The words of a job in order."""
+
+
+@job_start
+def _start(words, body, team, threads):
+    job = carray(pointer(words), WORDS, np.int64)
+    job[COUNTER] = 0
+    run_team(team, body, job, threads if job[ROWS] > job[CHUNK] else 1)
+    return 0
 
 
 @kernel

@@ -8,14 +8,13 @@ from numba import carray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
+from triptych.kernels.codegen.jobs import Job, job_start
 from triptych.kernels.codegen.numba_runtime import (
     fetch_add,
     kernel,
     pointer,
     run_team,
-    team_address,
     team_body,
-    team_threads,
 )
 from triptych.kernels.floats import FLOAT, KINDS, read_floats, write_floats
 from triptych.kernels.hadamard import block_size
@@ -37,32 +36,52 @@ def rotate_kv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``reference.rotate_kv``."""
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
+    turned = torch.empty(len(query), heads + 2 * kv_heads, dim)
+    rotate_kv_job(query, key, value, centre, turned).run()
+    return turned[:, :heads], turned[:, heads : heads + kv_heads], turned[:, heads + kv_heads :]
+
+
+def rotate_kv_job(query: Tensor, key: Tensor, value: Tensor, centre: Tensor, turned: Tensor) -> Job:
+    """The job of ``rotate_kv``, with its results side by side in ``turned`` (T, H + 2 KH, d)."""
+    heads, kv_heads = query.shape[1], key.shape[1]
     if centre.shape != key.shape[1:] or centre.dtype != torch.float32:
         raise ConfigError(
             f"rotate_kv: centre {tuple(centre.shape)} {centre.dtype}: expected float32 "
             f"{tuple(key.shape[1:])}"
         )
-    centre = centre.contiguous()
-    turned = torch.empty(len(query), heads + 2 * kv_heads, dim)
-    _run((query, key, value), turned, centre.data_ptr(), heads, heads + kv_heads)
-    return turned[:, :heads], turned[:, heads : heads + kv_heads], turned[:, heads + kv_heads :]
+    centred = heads, heads + kv_heads
+    return _job("rotate_kv", (query, key, value), turned, centre.contiguous(), *centred)
 
 
 def rotate_back(mixed: Tensor, dtype: torch.dtype) -> Tensor:
     """See ``reference.rotate_back``."""
     turned = torch.empty(mixed.shape, dtype=dtype)
-    _run((mixed,), turned, 0, 0, 0)
+    rotate_back_job(mixed, turned).run()
     return turned
 
 
-def _run(sources: tuple[Tensor, ...], target: Tensor, centre: int, first: int, end: int) -> None:
+def rotate_back_job(mixed: Tensor, turned: Tensor) -> Job:
+    """The job of ``rotate_back``, with its result in ``turned``."""
+    return _job("rotate_back", (mixed,), turned, None, 0, 0)
+
+
+def _job(
+    op: str,
+    sources: tuple[Tensor, ...],
+    target: Tensor,
+    centre: Tensor | None,
+    first: int,
+    end: int,
+) -> Job:
+    """``centre`` is subtracted from the heads from ``first`` to ``end``."""
     tokens, heads, dim = target.shape
     words = np.zeros(SOURCES + SOURCE_WORDS * len(sources), np.int64)
     words[CHUNK] = max(1, NUMBERS // (heads * dim))
     words[TOKENS], words[HEADS], words[DIM] = tokens, heads, dim
     words[BLOCK] = min(block_size(dim), LARGEST_BLOCK)
     words[TARGET], words[TARGET_KIND] = target.data_ptr(), KINDS[target.dtype]
-    words[CENTRE], words[CENTRED_FROM], words[CENTRED_TO] = centre, first, end
+    words[CENTRE] = 0 if centre is None else centre.data_ptr()
+    words[CENTRED_FROM], words[CENTRED_TO] = first, end
     at = SOURCES
     for source in sources:
         if source.stride(2) != 1 or source.dtype not in KINDS or source.shape[2] != dim:
@@ -78,12 +97,15 @@ def _run(sources: tuple[Tensor, ...], target: Tensor, centre: int, first: int, e
             source.stride(1),
         )
         at += SOURCE_WORDS
-    _start(words, _work.address, team_address(), team_threads())
+    return Job(op, _start.address, words, _work.address, (sources, target, centre))
 
 
-@kernel
+@job_start
 def _start(words, body, team, threads):
-    run_team(team, body, words, threads if words[TOKENS] > words[CHUNK] else 1)
+    job = carray(pointer(words), SOURCES, np.int64)
+    job[COUNTER] = 0
+    run_team(team, body, job, threads if job[TOKENS] > job[CHUNK] else 1)
+    return 0
 
 
 @kernel

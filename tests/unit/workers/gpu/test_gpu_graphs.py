@@ -16,7 +16,7 @@ from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
 from triptych.workers.decode.decode_engine import DecodeEngine
-from triptych.workers.decode.step_graphs import batch_sizes
+from triptych.workers.decode.steps.step_graphs import batch_sizes
 from triptych.workers.device import CPU, Captured, Device
 from triptych.workers.factory import capture_usual_steps
 from triptych.workers.local import Completion, LocalServer

@@ -67,15 +67,17 @@ class TokenScores:
         over all positions; shared memory.
         """
         last = -num_fixed or None
-        self._memory, self._weight = memory, float(score_every)
-        self._of_layer: Sequence[Sequence[Section]] = [each[:last] for each in sections.of_layer]
+        self._memory, self.weight = memory, float(score_every)
+        self.of_layer: Sequence[Sequence[Section]] = [each[:last] for each in sections.of_layer]
+        """Sections of each layer whose scores change."""
         shared = memory.device.share(progress.view(np.uint8))
-        self._progress = shared.view(torch.int64)
+        self.progress = shared.view(torch.int64)
+        """See ``__init__``, on the device."""
 
     @property
     def are_kept(self) -> bool:
         """Whether the policy scores tokens while it generates."""
-        return self._weight > 0
+        return self.weight > 0
 
     def add(
         self,
@@ -97,17 +99,17 @@ class TokenScores:
         score_tokens(
             query,
             memory.near,
-            self._of_layer[layer],
+            self.of_layer[layer],
             slots,
             lse,
             scale=traits.scale,
             window=traits.window,
             softcap=traits.softcap,
             positions=positions,
-            weight=self._weight,
+            weight=self.weight,
             mirror=memory.mirror,
         )
-        record_scores(self._progress, slots, positions, layer, len(self._of_layer))
+        record_scores(self.progress, slots, positions, layer, len(self.of_layer))
 
 
 class PlainAttention:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,7 @@ from triptych.workers.decode.page_growth import PageGrowth
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.plugins.pipeline import Pipeline, Seen, Verdict
 from triptych.workers.decode.running_batch import RunningRequest, exits_of
-from triptych.workers.decode.step_graphs import StepGraphs
+from triptych.workers.decode.steps.step_graphs import StepGraphs
 from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.block_table import Sections, SectionTable
@@ -58,6 +59,9 @@ from triptych.workers.models.runner import Runner
 from triptych.workers.sampling.output import OutputFactory
 from triptych.workers.sampling.sampler import Draw, Drawn, sample
 from triptych.workers.stage import finished, refuse
+
+if TYPE_CHECKING:
+    from triptych.workers.decode.steps.step_programs import StepPrograms
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +150,7 @@ class DecodeEngine:
             self.max_requests,
             tables.num_recent,
         )
+        self._programs = self._programs_of_steps()
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
         self._output_cache = OutputCache.of(self.prefixes, self._memory.behind, self.keep_answers)
         self._handover = RequestHandover(
@@ -158,6 +163,18 @@ class DecodeEngine:
             self._sections,
             self._memory,
             self._selector,
+        )
+
+    def _programs_of_steps(self) -> "StepPrograms | None":
+        """None on a GPU, and if each layer requests its pages from a disk."""
+        if self._prefetcher is not None or not self.device.is_host:
+            return None
+        from triptych.workers.decode.steps.step_programs import (  # noqa: PLC0415 - compiles for a CPU
+            StepPrograms,
+        )
+
+        return StepPrograms.of(
+            self.runner, self._memory, self._sections, self._scores, self.max_requests
         )
 
     def capture_usual_steps(self) -> None:
@@ -506,8 +523,9 @@ class DecodeEngine:
         self._sections.renew(slots)
         choice = self._selector.step(slots, positions, new.scored) if self._selector else None
         exits = exits_of(batch, self.device)
-        if self._graphs is not None and new.begun is None and choice is None and exits is None:
-            logits = self._graphs.forward(self.runner, tokens, rotary, new)
+        captured = self._graphs or self._programs
+        if captured is not None and new.begun is None and choice is None and exits is None:
+            logits = captured.forward(self.runner, tokens, rotary, new)
             if logits is not None:
                 return logits
         attend = PageAttention(

@@ -1,5 +1,6 @@
 """The model runner: one forward pass over a ragged batch of tokens."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
+from triptych.workers.models.fused.int4_block import Int4Block
 from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.kv_rotation import Coordinates
 from triptych.workers.models.load import LoadedModel, Network
@@ -128,6 +130,22 @@ class ModelRunner:
             attend = self._coordinates.around(attend)
         with torch.inference_mode():
             return self._network(tokens, positions, attend, logits_at, exits, given)
+
+    @property
+    def centred_blocks(self) -> tuple[Sequence[Int4Block], Tensor] | None:
+        """Blocks in 4 bits and the centre of keys, if a step can be a ``LayerProgram``."""
+        network, coordinates = self._network, self._coordinates
+        if not isinstance(network, FusedModel) or type(coordinates) is not Coordinates:
+            return None
+        blocks = network.int4_blocks
+        return None if blocks is None else (blocks, coordinates.centre)
+
+    def run(
+        self, layers: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: Tensor, positions: Tensor
+    ) -> Tensor:
+        """As ``FusedModel.run``."""
+        with torch.inference_mode():
+            return self._plain.run(layers, tokens, positions)
 
     def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """The residual stream before the first layer; plain layers only, as the next two.

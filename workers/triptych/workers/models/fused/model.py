@@ -5,6 +5,7 @@ one product, gate and up from another, without transposes, masks or wrappers bet
 small model at batch 1 that halves the time of a step.
 """
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -99,6 +100,24 @@ class FusedModel:
         if tracker is not None:
             return self.logits(self.through(every, hidden, positions, attend, tracker)[logits_at])
         return self.logits(self._through(every, hidden, positions, attend, logits_at))
+
+    @property
+    def int4_blocks(self) -> list[Int4Block] | None:
+        """The blocks, if all of them are products in 4 bits."""
+        blocks = [block for block in self._blocks if isinstance(block, Int4Block)]
+        return blocks if len(blocks) == len(self._blocks) else None
+
+    def run(
+        self,
+        layers: Callable[[Tensor, Tensor, Tensor], Tensor],
+        tokens: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        """Run ``layers``, such as a ``LayerProgram``, in the place of this model's.
+
+        Shapes:  tokens, positions (T,) -> (T, vocab) float32
+        """
+        return self.logits(layers(self.embed(tokens), *self._rotation(positions)))
 
     def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """Input of the first layer.

@@ -50,6 +50,11 @@ class PageFormat:
     codec: Codec = "range"
     values_are_keys: bool = False
     """Whether the value of a token is its key, which is stored once: a latent."""
+    key_clip: float = 0.0
+    """Quantile of the magnitudes of a key to which larger ones are limited before their range is
+    divided; 0: none are limited."""
+    value_clip: float = 0.0
+    """The same for values."""
 
     @property
     def is_quantized(self) -> bool:
@@ -72,6 +77,24 @@ class PageFormat:
         Then all tokens of a page are encoded together, and none is written alone later.
         """
         return self.codec in ("by_channel", "balanced")
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether some numbers of a vector are limited before it is encoded.
+
+        Then decoded vectors may have other codes than before when they are encoded again.
+        """
+        return max(self.key_clip, self.value_clip) > 0
+
+    def limited_numbers(self, head_dim: int) -> tuple[int, int]:
+        """How many numbers of a key and of a value may be above the limit, and become it.
+
+        >>> FORMATS["k2v2"].limited_numbers(64)
+        (2, 5)
+        """
+        clips = self.key_clip, self.value_clip
+        keys, values = (head_dim - 1 - int(clip * head_dim) if clip else 0 for clip in clips)
+        return keys, values
 
     def token_bytes(self, head_dim: int) -> int:
         """Bytes of one token of one KV head in all six segments, padding aside."""
@@ -123,6 +146,7 @@ FORMATS: dict[str, PageFormat] = {
         PageFormat("k8v2", 8, 2),
         PageFormat("k2v4", 2, 4),
         PageFormat("k4v1", 4, 1),
+        PageFormat("k2v2", 2, 2, key_clip=0.96, value_clip=0.92),
         PageFormat("fp8", 8, 8, codec="float"),
         PageFormat("kivi4", 4, 4, codec="by_channel"),
         PageFormat("kivi2", 2, 2, codec="by_channel"),

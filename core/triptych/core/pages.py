@@ -420,7 +420,8 @@ class PagePlan:
         """Whether requests of the method read and fill the prefix cache.
 
         Prefill reads the keys of a cached prefix token by token and without biases, so merged
-        tokens cannot be one, nor can pages that are encoded whole; which tokens are merged, or
+        tokens cannot be one, nor can pages that are encoded whole, nor numbers that rounding does
+        not give back; which tokens are merged, or
         dropped by a retention rule, depends on the whole prompt; and blocks of the cache are high,
         whatever modality their tokens have.
         """
@@ -429,7 +430,8 @@ class PagePlan:
     @property
     def prefix_block_tokens(self) -> int:
         """Tokens of a block of the prefix cache; 0 for methods that never use it."""
-        is_own = self.policy.decides_by_whole_prompt or self.codes_whole_pages
+        form = self.high.format
+        is_own = self.policy.decides_by_whole_prompt or self.codes_whole_pages or form.is_clipped
         return 0 if is_own else self.block_tokens
 
     @property
@@ -485,7 +487,8 @@ class PagePlan:
     def rounding(self) -> PageLayout:
         """The layout to whose numbers prefill rounds the tokens that it rounds; others are rounded
         to 16 bits."""
-        return self.raw if self.codes_whole_pages else self.high
+        is_own = self.codes_whole_pages or self.high.format.is_clipped
+        return self.raw if is_own else self.high
 
     def rounded_tokens(self, prompt_tokens: int) -> range:
         """Positions of the prompt tokens that prefill rounds: whole blocks without the sink.

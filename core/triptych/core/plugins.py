@@ -20,6 +20,7 @@ POLICY_NAMES = PluginNames(
         "kivi",
         "kivi:2",
         "kvarn",
+        "oscar",
         "streaming_llm",
         "knorm",
         "keydiff",

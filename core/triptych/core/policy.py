@@ -1,7 +1,7 @@
 """The compression policy, resolved: which formats hold a request's tokens, and by what rule."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from triptych.core.config import Auto, CompressorConfig, require
@@ -19,13 +19,18 @@ class KVRotation:
 
     ``rotated``: an orthogonal matrix is applied after RoPE, so that no channel is an outlier;
     attention in rotated coordinates gives the same result. ``key_centre`` is subtracted from keys
-    before that: little-endian fp16 [layers, kv_heads, head_dim], or empty.
+    before that: little-endian fp16 [layers, kv_heads, head_dim], or empty. With ``bases`` vectors
+    of each head are multiplied by a matrix of their own before that matrix, keys by the first and
+    values by the second: int8 [2, layers, kv_heads, head_dim, head_dim] in steps of 1/127, whose
+    nearest orthogonal matrices are meant.
 
-    Source: QuaRot (Hadamard rotation of keys and values); the centre is ours (docs/log.md)
+    Source: QuaRot (Hadamard rotation of keys and values); OSCAR (bases of each head); the centre is
+            ours (docs/log.md)
     """
 
     rotated: bool = False
     key_centre: bytes = b""
+    bases: bytes = field(default=b"", repr=False)
 
 
 Measured = Literal["attention", "retrieval_attention", "attention_moments", "query_statistics"]

@@ -72,6 +72,9 @@ class Profile:
     layer_errors: tuple[float, ...] = ()
     """Relative error of the attention of each layer when a few tokens are kept that these heads
     choose; empty with ``retrieval_heads``."""
+    bases: str = ""
+    """Bases of keys and values of each head (``KVRotation.bases``) in base64; empty: they are not
+    known."""
     head_alphas: str = ""
     """What thresholds are multiplied with in each head row, fp16 [layers, kv_heads] in base64;
     empty: 1 in all of them."""
@@ -114,6 +117,11 @@ class Profile:
     def centre(self) -> bytes:
         """Mean key of each head: little-endian fp16 [layers, kv_heads, head_dim], or empty."""
         return b64decode(self.key_centre, validate=True)
+
+    @property
+    def packed_bases(self) -> bytes:
+        """Bases of keys and values, as ``KVRotation.bases``, or empty."""
+        return b64decode(self.bases, validate=True)
 
     def with_head_budgets(self, head_budgets: HeadBudgets) -> "Profile":
         """A copy with other head budgets."""
@@ -228,8 +236,22 @@ class Profile:
                 f"layers, expected {shape.layers} of each; run 'triptych retrieval' again"
             )
         self._check_scales(name)
+        self._check_bases(name)
         if found not in (0, wanted):
             raise ConfigError(f"{name}: key_centre has {found} bytes, expected {wanted}")
+
+    def _check_bases(self, name: str) -> None:
+        """Raise ConfigError unless there are two matrices for each head row, or none."""
+        try:
+            found = len(self.packed_bases)
+        except ValueError as error:
+            raise ConfigError(f"{name}: bases: {error}") from error
+        wanted = 2 * self.geometry.head_rows * self.geometry.head_dim**2
+        if found not in (0, wanted):
+            raise ConfigError(
+                f"{name}: bases has {found} bytes, expected {wanted}; run 'triptych calibrate "
+                "--bases' again"
+            )
 
     def _check_scales(self, name: str) -> None:
         """Raise ConfigError unless there is one scale of 0 or more for each head row."""

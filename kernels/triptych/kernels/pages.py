@@ -183,6 +183,16 @@ def check_written_alone(name: str, *layouts: PageLayout) -> None:
             )
 
 
+def check_rounded(name: str, layout: PageLayout) -> None:
+    """Raise ``ConfigError`` for formats whose decoded numbers may change when encoded again."""
+    check_written_alone(name, layout)
+    if layout.format.is_clipped:
+        raise ConfigError(
+            f"{name}: {layout.format.name} limits the largest numbers of a vector: expected a "
+            "format that gives encoded numbers back, such as k8v4"
+        )
+
+
 def check_whole_pages(layout: PageLayout, tokens: int) -> None:
     """Raise ``ConfigError`` unless ``tokens`` tokens of a head row are whole pages of a format."""
     if tokens % layout.tokens:

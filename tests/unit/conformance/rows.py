@@ -35,6 +35,7 @@ from triptych.core.profile import Profile, Settings
 from triptych.kernels import OPS, load_tokens
 from triptych.workers.kv.handle_codec import unpack_run
 from triptych.workers.models.facts import describe
+from triptych.workers.models.kv_rotation import pack_bases
 
 METHOD_NAMES = tuple(
     name
@@ -46,8 +47,8 @@ ALIKE = (
     *("streaming_llm", "knorm", "keydiff", "h2o", "snapkv", "pyramidkv", "tova"),
     *("expected_attention", "kvcrush", "tangram", "compresskv"),
     *("learned:paper", "learned:score"),
-    *("saw_int4", "fp8", "kivi", "kivi:2"),
-    *(f"uniform:{form}" for form in ("k4v8", "k8v2", "k2v4", "k4v1", "fp8")),
+    *("saw_int4", "fp8", "kivi", "kivi:2", "oscar"),
+    *(f"uniform:{form}" for form in ("k4v8", "k8v2", "k2v4", "k4v1", "k2v2", "fp8")),
 )
 """Methods that differ from another one in a part that has tests of its own."""
 METHODS_TO_TEST = tuple(
@@ -71,7 +72,7 @@ FILES = tuple(
 
 def profile_for(geometry: Geometry, weights: str = "") -> Profile:
     """A profile of which some methods need the head budgets, where odd head rows keep twice as
-    much, and others the retrieval heads."""
+    much, and others the retrieval heads or bases."""
     shares = [
         min(1.0, step / 32 * (4 / 3 if row % 2 else 2 / 3)) if step < 32 else 1.0
         for row in range(geometry.head_rows)
@@ -81,7 +82,10 @@ def profile_for(geometry: Geometry, weights: str = "") -> Profile:
     made = made.with_head_budgets(encode_head_budgets(shares))
     heads = tuple((1 + layer % 2, 0, 3) for layer in range(geometry.layers))
     errors = tuple(1.0 + layer for layer in range(geometry.layers))
-    return replace(made, retrieval_heads=heads, layer_errors=errors)
+    shape = 2, geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim
+    draw = torch.Generator().manual_seed(geometry.head_dim)
+    bases = pack_bases(torch.linalg.qr(torch.randn(shape, generator=draw))[0])
+    return replace(made, retrieval_heads=heads, layer_errors=errors, bases=Profile.pack(bases))
 
 
 def profile_beside(model: Path) -> str:
@@ -98,7 +102,7 @@ def settings_of(method: str, model: Path | None = None) -> Mapping[str, object]:
     """
     learned = [] if model is None else networks_beside(model)
     masses = {"mass_high": 0.4, "mass_low": 0.1}
-    is_calibrated = model is not None and method in ("tangram", "compresskv")
+    is_calibrated = model is not None and method in ("tangram", "compresskv", "oscar")
     profile = {"profile": profile_beside(model)} if is_calibrated and model else {}
     return {**DIFFKV, "policy": method, **masses, "learned": learned, **profile}
 

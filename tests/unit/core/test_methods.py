@@ -11,9 +11,10 @@ from triptych.core.config import AppConfig, CompressorConfig
 from triptych.core.errors import ConfigError, UnknownMethod
 from triptych.core.layout import Geometry
 from triptych.core.methods.composition import (
+    OF_PROFILES,
     PROVIDED,
     RULES,
-    WITH_RETRIEVAL_HEADS,
+    WITH_PROFILE,
     Method,
     Part,
     Trait,
@@ -124,7 +125,7 @@ def test_every_row_of_the_table_is_a_method_of_its_name(name: str) -> None:
     assert isinstance(found, Method)
     assert (found.name, found.version) == (name, 2 if name == "leankv" else 1)
     assert found.idea
-    found.check_needs(WITH_RETRIEVAL_HEADS, get_args(NetworkKind))
+    found.check_needs(WITH_PROFILE | OF_PROFILES, get_args(NetworkKind))
 
 
 def test_compresskv_is_refused_without_the_heads_that_retrieve() -> None:
@@ -139,6 +140,24 @@ def test_compresskv_is_refused_without_the_heads_that_retrieve() -> None:
     rule = PagePlan.of(config, GEOMETRY, found).of_method("compresskv").policy.retention
     assert rule is not None
     assert rule.heads == ((3, 1, 0, 2),) * GEOMETRY.layers
+
+
+def test_oscar_is_refused_without_bases_and_beside_other_coordinates() -> None:
+    config = AppConfig.from_mapping({"compressor": {"policy": "oscar"}})
+    made = Profile(model="any", weights="", geometry=GEOMETRY, settings=Settings())
+    with pytest.raises(ConfigError, match=r"needs bases.*run 'triptych calibrate --bases' for"):
+        PagePlan.of(config, GEOMETRY, made)
+    assert "oscar" not in offered_methods((), made)
+    size = 2 * GEOMETRY.head_rows * GEOMETRY.head_dim**2
+    found = replace(made, bases=Profile.pack(bytes(size)))
+    assert "oscar" in offered_methods((), found)
+    made_plan = PagePlan.of(config, GEOMETRY, found)
+    assert made_plan.policy.kv_rotation.bases == bytes(size)
+    assert made_plan.policy.high_format == "k2v2"
+    assert not made_plan.caches_prompts
+    beside = AppConfig.from_mapping({"compressor": {"policy": "oscar", "methods": ["diffkv"]}})
+    with pytest.raises(ConfigError, match="different coordinates"):
+        PagePlan.of(beside, GEOMETRY, found)
 
 
 def test_a_network_serves_the_methods_of_its_kind_alone() -> None:

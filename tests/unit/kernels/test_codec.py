@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from itertools import product
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.moves import ALONE, LATENTS, PAIRS, USUAL, random_moves
+from tests.moves import ALONE, LATENTS, PAIRS, ROUNDED, USUAL, random_moves
 from triptych.core.errors import ConfigError
 from triptych.core.layout import KeyOrder, PageLayout, default_page_bytes, stored_format
 from triptych.kernels import (
@@ -21,7 +22,7 @@ from triptych.kernels import (
     store_tokens,
     transcode,
 )
-from triptych.kernels.codec.quantizer import Encoded, decode, encode, encode_floats, narrow
+from triptych.kernels.codec.quantizer import Encoded, decode, encode, encode_floats, limit, narrow
 from triptych.kernels.pages import segments
 
 BACKENDS = [name for name in store_tokens.backends if name != "cuda"]
@@ -74,11 +75,12 @@ def test_stored_tokens_load_as_the_quantizer_decodes_them(
     form = layout.format
     for head, count in enumerate(tokens.tolist()):
         coded = encode_floats if form.has_float_codes else encode
+        limited = form.limited_numbers(head_dim)
         bits = () if form.has_float_codes else (form.key_bits, 1)
-        want = decode(coded(key[:, head], *bits))[:count]
+        want = decode(coded(limit(key[:, head], limited[0]), *bits))[:count]
         assert torch.equal(keys[head, :count], want)
         bits = () if form.has_float_codes else (form.value_bits, 1)
-        want = decode(coded(value[:, head], *bits))[:count]
+        want = decode(coded(limit(value[:, head], limited[1]), *bits))[:count]
         assert torch.equal(values[head, :count], want)
         assert torch.equal(known[head, :count], positions[:count])
         assert (keys[head, count:] == 0).all()
@@ -328,7 +330,7 @@ def awkward_for_scales(head_dim: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", ROUNDED)
 def test_backends_round_tokens_to_the_same_bits(
     name: str, head_dim: int, dtype: torch.dtype
 ) -> None:
@@ -346,7 +348,7 @@ def test_backends_round_tokens_to_the_same_bits(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", ROUNDED)
 def test_pages_give_rounded_tokens_back_unchanged(
     name: str, head_dim: int, order: KeyOrder
 ) -> None:
@@ -372,7 +374,7 @@ def test_pages_give_rounded_tokens_back_unchanged(
 @settings(max_examples=200)
 @given(
     vector=st.lists(st.floats(-65504, 65504, width=16), min_size=16, max_size=16),
-    name=st.sampled_from([name for name in ALONE if name != "fp16"]),
+    name=st.sampled_from([name for name in ROUNDED if name != "fp16"]),
 )
 def test_rounding_twice_is_rounding_once(vector: list[float], name: str) -> None:
     layout = layout_of(name, 16, "token")
@@ -381,3 +383,22 @@ def test_rounding_twice_is_rounding_once(vector: list[float], name: str) -> None
     again = round_tokens(layout, *once, all_tokens)
     assert torch.equal(once[0], again[0])
     assert torch.equal(once[1], again[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_that_are_limited_are_not_rounded(backend: str) -> None:
+    """Limiting again what was limited and decoded may change it, so no prefix is stored so."""
+    vectors = torch.randn(1, 1, 64)
+    with pytest.raises(ConfigError, match="k2v2 limits the largest numbers"):
+        round_tokens.on(backend)(
+            layout_of("k2v2", 64, "token"), vectors, vectors, torch.ones(1).bool()
+        )
+
+
+def test_limited_vectors_by_hand() -> None:
+    """Of 0.96 of 8 magnitudes the index is 7, the largest: nothing is limited. Of 0.6 it is 4."""
+    vector = torch.tensor([[1.0, -8.0, 2.0, -3.0, 4.0, 7.0, -5.0, 6.0]])
+    assert replace(stored_format("k2v2"), key_clip=0.6).limited_numbers(8) == (3, 0)
+    want = torch.tensor([[1.0, -5.0, 2.0, -3.0, 4.0, 5.0, -5.0, 5.0]])
+    assert torch.equal(limit(vector, 3), want)
+    assert torch.equal(limit(vector, 0), vector)

@@ -51,6 +51,12 @@ def calibrate(
             "bytes within the limits."
         ),
     ] = "none",
+    bases: Annotated[
+        bool,
+        typer.Option(
+            "--bases", help="Also fit bases of keys and values of each head, for the method oscar."
+        ),
+    ] = False,
     windows: Annotated[str, typer.Option(help="Candidates for recent_window_tokens.")] = "16,32",
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "1024",
     documents: Annotated[int, typer.Option(min=1, help="Texts per context length.")] = 6,
@@ -93,6 +99,7 @@ def calibrate(
         Calibration,
         Target,
         calibrate,
+        with_bases,
         with_other_methods,
     )
     from triptych.evals.studies.pareto import with_pareto
@@ -105,6 +112,7 @@ def calibrate(
         alphas=tuple(numbers(alphas)),
         low_alphas=tuple(numbers_or_zero(low_alphas)),
         scales=scales,
+        bases=bases,
         windows=tuple(integers(windows)),
         contexts=tuple(integers(contexts)),
         documents=documents,
@@ -114,7 +122,9 @@ def calibrate(
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     if profile:
-        extended = with_other_methods(_known(model, profile), plan, run_with_progress)
+        known = _known(model, profile)
+        known = with_bases(known, plan) if bases else known
+        extended = with_other_methods(known, plan, run_with_progress)
         extended = with_pareto(extended, plan) if pareto else extended
         extended.write(output)
         _show_profile(extended)

@@ -29,13 +29,15 @@ Need = Literal[
     "attention_moments",
     "query_statistics",
     "retrieval_heads",
+    "bases",
     "calibration",
     "training",
 ]
 """``attention_sums``: the attention that each prompt token received; ``queries``: its attention
 from the last queries of the prompt alone; ``attention_moments``: mean and variance of that;
 ``query_statistics``: mean and covariance of the prompt's queries before RoPE; ``retrieval_heads``:
-a compression profile that names heads which retrieve; ``calibration``: a compression profile;
+a compression profile that names heads which retrieve; ``bases``: one with bases of keys and values
+of each head; ``calibration``: a compression profile;
 ``training``: an artefact of a training run."""
 Trait = Literal[
     "drops_tokens",
@@ -62,14 +64,15 @@ PROVIDED: frozenset[Need] = frozenset(
 the RoPE frequencies of the model, which are known for plain layers."""
 WITH_PROFILE: frozenset[Need] = PROVIDED | frozenset[Need]({"calibration"})
 """What a server with a compression profile provides."""
-WITH_RETRIEVAL_HEADS: frozenset[Need] = WITH_PROFILE | frozenset[Need]({"retrieval_heads"})
-"""What it provides if the profile names the heads of the model that retrieve."""
+OF_PROFILES: frozenset[Need] = frozenset({"retrieval_heads", "bases"})
+"""What it provides as well if its profile has it: names of fields."""
 TRAIN: Mapping[Modality, str] = {TEXT: "triptych train", IMAGE: "triptych train compressor --chats"}
 """Commands that train networks."""
 WAYS_OUT: Mapping[Need, str] = {
     "training": "run '{train}' for this model, and name the file in compressor.learned",
     "calibration": "run 'triptych calibrate' for this model",
     "retrieval_heads": "run 'triptych retrieval' for this model",
+    "bases": "run 'triptych calibrate --bases' for this model",
 }
 
 

@@ -9,9 +9,9 @@ from triptych.core.errors import ConfigError
 from triptych.core.images import IMAGE, TEXT, Modality
 from triptych.core.layout import FORMATS, page_format
 from triptych.core.methods.composition import (
+    OF_PROFILES,
     PROVIDED,
     WITH_PROFILE,
-    WITH_RETRIEVAL_HEADS,
     Method,
     Need,
 )
@@ -36,6 +36,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "kivi": "triptych.core.methods.codecs.kivi:METHOD",
         "kivi:2": "triptych.core.methods.codecs.kivi:TWO_BITS",
         "kvarn": "triptych.core.methods.codecs.kvarn:METHOD",
+        "oscar": "triptych.core.methods.codecs.oscar:METHOD",
         "streaming_llm": "triptych.core.methods.retention.streaming_llm:METHOD",
         "knorm": "triptych.core.methods.retention.knorm:METHOD",
         "keydiff": "triptych.core.methods.retention.keydiff:METHOD",
@@ -99,7 +100,7 @@ def offered_methods(
     """Names of all methods that a server can offer, plug-ins left out.
 
     ``learned``: files of networks for the model; a method that needs another one is left out, and
-    so is one that needs head budgets or retrieval heads which ``profile`` does not have.
+    so is one that needs head budgets, retrieval heads or bases which ``profile`` does not have.
     """
     kinds = _networks_for(TEXT, learned).keys()
     uniform = [f"uniform:{form}" for form in FORMATS if not page_format(form).codes_whole_pages]
@@ -159,13 +160,19 @@ def _provided(profile: Profile | None) -> frozenset[Need]:
     """Needs of methods that a server with this profile meets."""
     if profile is None:
         return PROVIDED
-    return WITH_RETRIEVAL_HEADS if profile.retrieval_heads else WITH_PROFILE
+    return WITH_PROFILE | _found_by_calibration(profile)
+
+
+def _found_by_calibration(profile: Profile | None) -> frozenset[Need]:
+    """Needs that only some profiles meet, and this one does."""
+    return frozenset(need for need in OF_PROFILES if profile and getattr(profile, need))
 
 
 def _is_calibrated(method: Method, profile: Profile | None) -> bool:
     """Whether the profile has what calibration finds for a method, if it needs anything."""
-    if "retrieval_heads" in method.needs:
-        return bool(profile and profile.retrieval_heads)
+    wanted = method.needs & OF_PROFILES
+    if wanted:
+        return wanted <= _found_by_calibration(profile)
     return "calibration" not in method.needs or bool(profile and profile.spread)
 
 

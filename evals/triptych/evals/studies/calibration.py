@@ -19,16 +19,18 @@ from triptych.core.config import AppConfig, CompressorConfig, PoolConfig, requir
 from triptych.core.errors import ModelError
 from triptych.core.methods.table import offered_methods, policy_of
 from triptych.core.profile import Fidelity, Profile, Settings
-from triptych.evals.data.texts import documents, text_hash
+from triptych.evals.data.texts import Document, documents, text_hash
 from triptych.evals.data.vocabulary import Vocabulary
 from triptych.evals.methods.full_cache import TransformersRunner
 from triptych.evals.methods.mean_keys import mean_keys
 from triptych.evals.methods.method_names import SERVED
 from triptych.evals.studies.alpha_scales import ScalesPlan, Unit, fit_alpha_scales
+from triptych.evals.studies.kv_bases import fit_bases
 from triptych.evals.studies.report import Row
 from triptych.evals.studies.study import Results, Study
 from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.models.facts import describe
+from triptych.workers.models.kv_rotation import pack_bases
 from triptych.workers.models.store.model_store import resolve
 
 RunStudy = Callable[[Study], Results]
@@ -76,6 +78,8 @@ class Calibration:
     """Candidates for ``alpha_low``, up to ``alpha_high``; above 0 tokens are dropped."""
     scales: Unit | Literal["none"] = "none"
     """What gets thresholds of its own."""
+    bases: bool = False
+    """Whether bases of keys and values are fitted."""
     windows: tuple[int, ...] = (16, 32)
     contexts: tuple[int, ...] = (1024,)
     documents: int = 6
@@ -124,6 +128,8 @@ def calibrate(plan: Calibration, run: RunStudy) -> CalibrationResult:
     Raises: ModelError if no candidate meets the target; ConfigError for a wrong setting
     """
     uncalibrated = profile_with_mean_keys(plan)
+    if plan.bases:
+        uncalibrated = with_bases(uncalibrated, plan)
     results = _measured(uncalibrated, tuple(plan.candidates), plan, run)
     overall = [row for row in results.rows if row.context == results.rows[-1].context]
     chosen = choose([row for row in overall if row.method in plan.candidates], plan.target)
@@ -213,6 +219,26 @@ def choose(rows: Sequence[Row], target: Target) -> Row:
     )
 
 
+def with_bases(profile: Profile, plan: Calibration) -> Profile:
+    """The profile with bases of keys and values, from the calibration split.
+
+    Raises: ModelError for models with latents, sliding windows or softcaps
+    """
+    path = resolve(plan.model)
+    bases = fit_bases(path, [text.context for text in _texts(path, plan)])
+    return replace(profile, bases=Profile.pack(pack_bases(bases)))
+
+
+def _texts(path: Path, plan: Calibration) -> list[Document]:
+    return documents(
+        Vocabulary(path).encode,
+        "calibration",
+        context=max(plan.contexts),
+        continuation=1,
+        count=plan.documents,
+    )
+
+
 def profile_with_mean_keys(plan: Calibration) -> Profile:
     """A profile with the model's mean keys, before settings are chosen."""
     path = resolve(plan.model)
@@ -221,14 +247,8 @@ def profile_with_mean_keys(plan: Calibration) -> Profile:
     if not any(
         layer.softcap for layer in facts.layers
     ):  # with a softcap, subtracting a mean changes attention
-        texts = documents(
-            Vocabulary(path).encode,
-            "calibration",
-            context=max(plan.contexts),
-            continuation=1,
-            count=plan.documents,
-        )
-        centre = mean_keys(TransformersRunner(path), [text.context for text in texts])
+        texts = [text.context for text in _texts(path, plan)]
+        centre = mean_keys(TransformersRunner(path), texts)
         packed = centre.numpy().astype(np.dtype("<f2")).tobytes()
     return Profile(
         model=plan.model,

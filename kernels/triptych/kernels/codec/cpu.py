@@ -27,6 +27,7 @@ from triptych.kernels.pages import (
     check_arena,
     check_indices,
     check_moves,
+    check_rounded,
     check_whole_pages,
     check_written_alone,
 )
@@ -227,7 +228,7 @@ def round_tokens(
     layout: PageLayout, key: Tensor, value: Tensor, quantized: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.round_tokens``."""
-    check_written_alone("round_tokens", layout)
+    check_rounded("round_tokens", layout)
     if key.dtype not in KINDS or value.dtype != key.dtype:
         raise ConfigError(f"round_tokens: key {key.dtype}, value {value.dtype}: unsupported")
     key, value, form = _dense(key), _dense(value), layout.format
@@ -267,11 +268,14 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
     kind = FLOAT8 if form.has_float_codes else RANGE
     key_kind = BY_CHANNEL if form.codes_whole_pages else kind
     scales = (layout.token_scales, layout.channel_scales) if form.is_balanced else (0, 0)
+    limited = form.limited_numbers(layout.head_dim)
     keys = (
         offsets[0], *key_strides, offsets[1], form.key_bits, form.key_groups, key_kind, scales[0],
+        limited[0],
     )  # fmt: skip
     values = (
         offsets[2], 1, value_bytes, offsets[3], form.value_bits, form.value_groups, kind, scales[1],
+        limited[1],
     )  # fmt: skip
     page = layout.size_bytes, layout.parts
     return (layout.tokens, offsets[4], offsets[5], *page, *_coded(*keys), *_coded(*values))
@@ -322,7 +326,7 @@ def _table_words(section: Section) -> tuple[int, ...]:
 
 def _coded(*part: int) -> tuple[int, ...]:
     """The words of a part; 16-bit parts have no metadata groups."""
-    return (*part[:5], 0, 0, 0) if part[4] == 16 else part
+    return (*part[:5], 0, 0, 0, 0) if part[4] == 16 else part
 
 
 def _conversion(
@@ -336,7 +340,7 @@ def _conversion(
         return REQUANTIZE
     if bits == to_bits:
         return COPY
-    return NARROW if to_bits < bits < 16 else REQUANTIZE
+    return NARROW if to_bits < bits < 16 and not new.is_clipped else REQUANTIZE
 
 
 def _dense(vectors: Tensor) -> Tensor:

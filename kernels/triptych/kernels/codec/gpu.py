@@ -24,6 +24,7 @@ from triptych.kernels.pages import (
     check_arena,
     check_indices,
     check_moves,
+    check_rounded,
     check_whole_pages,
     check_written_alone,
 )
@@ -165,7 +166,7 @@ def round_tokens(
 
     So the bits are those that pages give back, however the compiler contracts products and sums.
     """
-    check_written_alone("round_tokens", layout)
+    check_rounded("round_tokens", layout)
     raw = replace(layout, format=FORMATS["fp16"])
     tokens, heads, _ = key.shape
     items = tokens * heads
@@ -344,4 +345,4 @@ def _conversion(old: PageFormat, bits: int, new: PageFormat, to_bits: int) -> in
         return REQUANTIZE
     if bits == to_bits:
         return COPY
-    return NARROW if to_bits < bits < 16 else REQUANTIZE
+    return NARROW if to_bits < bits < 16 and not new.is_clipped else REQUANTIZE

@@ -233,9 +233,12 @@ def quantize(
     count: tl.constexpr = FORM.key_units if KEYS else FORM.value_units
     tile: tl.constexpr = FORM.key_tile if KEYS else FORM.value_tile
     wide: tl.constexpr = triton.next_power_of_2(FORM.dim)
+    limited: tl.constexpr = FORM.key_limited if KEYS else FORM.value_limited
     channel = tl.arange(0, wide)
     inside = (channel < FORM.dim)[None, :]
     numbers = given_numbers(source, source_row, live, channel, SOURCE, FORM, KEYS)
+    most = limit_of(tl.where(inside, tl.abs(numbers), -1.0), limited)[:, None]
+    numbers = limited_to(numbers, most)
     if bits == 16:
         at = units_at(page, row, channel, FORM, KEYS)
         tl.store(at, numbers.to(tl.float16), mask=live[:, None] & inside)
@@ -261,17 +264,39 @@ def quantize(
         packed = tl.full([low.shape[0], tile], 0, tl.int32)
         for share in tl.static_range(8 // bits):
             part = given_numbers(source, source_row, live, share * count + unit, SOURCE, FORM, KEYS)
+            part = limited_to(part, most)
             part -= zero.to(tl.float32)[:, None]
             steps = tl.div_rn(part, tl.broadcast_to(wide_scale, part.shape))
-            most = tl.broadcast_to(top[:, None], part.shape)
+            end = tl.broadcast_to(top[:, None], part.shape)
             if FORM.is_float:
-                code = float8_codes(tl.minimum(tl.maximum(steps, -most), most))
+                code = float8_codes(tl.minimum(tl.maximum(steps, -end), end))
             else:
-                code = rounded_codes(tl.minimum(tl.maximum(steps, 0.0), most))
+                code = rounded_codes(tl.minimum(tl.maximum(steps, 0.0), end))
             packed |= tl.where(usable[:, None], code, 0) << (share * bits)
         at = units_at(page, row, unit, FORM, KEYS)
         tl.store(at, packed.to(tl.uint8), mask=live[:, None] & (unit < count)[None, :])
         store_metadata(page, row, live, scale, zero, FORM, KEYS)
+
+
+@triton.jit
+def limited_to(numbers, most):
+    """Numbers whose larger magnitudes become ``most``."""
+    return tl.where(tl.abs(numbers) > most, tl.where(numbers > 0, most, -most), numbers)
+
+
+@triton.jit
+def limit_of(sizes, COUNT: tl.constexpr):
+    """The magnitude of each row that only ``COUNT`` others exceed, equal ones counted each.
+
+    Magnitudes are removed from the largest on, all equal ones together.
+    """
+    most = tl.max(sizes, 1)
+    above = tl.sum((sizes == most[:, None]).to(tl.int32), 1)
+    for _ in tl.static_range(COUNT):
+        below = tl.max(tl.where(sizes < most[:, None], sizes, -1.0), 1)
+        most = tl.where(above <= COUNT, below, most)
+        above = tl.sum((sizes >= most[:, None]).to(tl.int32), 1)
+    return most
 
 
 @triton.jit

@@ -48,6 +48,18 @@ def encode(vectors: Tensor, bits: int, groups: int) -> Encoded:
     return Encoded(codes.flatten(1).to(torch.uint8), torch.stack((scale, zero), -1))
 
 
+def limit(vectors: Tensor, count: int) -> Tensor:
+    """Vectors whose ``count`` largest magnitudes become the next one; 0: as they are.
+
+    Shapes:  [n, d] -> [n, d]
+    Source:  OSCAR (clipping at a quantile of each vector, 0.96 for keys and 0.92 for values)
+    """
+    if count == 0:
+        return vectors
+    most = vectors.abs().sort(-1).values[..., -1 - count, None]
+    return torch.where(vectors.abs() > most, most.copysign(vectors), vectors)
+
+
 def encode_floats(vectors: Tensor) -> Encoded:
     """Quantize each vector to float8 (e4m3), by the least power of two that brings it below 448.
 

@@ -14,6 +14,7 @@ from triptych.kernels.codec.quantizer import (
     decode,
     encode,
     encode_floats,
+    limit,
     narrow,
     pack,
     unpack,
@@ -21,6 +22,7 @@ from triptych.kernels.codec.quantizer import (
 from triptych.kernels.pages import (
     Section,
     Segments,
+    check_rounded,
     check_whole_pages,
     check_written_alone,
     segments,
@@ -52,10 +54,11 @@ def store_tokens(
     into = segments(arena, layout)
     form = layout.format
     is_float = form.has_float_codes
-    _write_keys(arena, layout, at, _coded(key[wanted], form.key_bits, form.key_groups, is_float))
-    _write_values(
-        arena, layout, at, _coded(value[wanted], form.value_bits, form.value_groups, is_float)
-    )
+    limited = form.limited_numbers(layout.head_dim)
+    keys = _coded(key[wanted], form.key_bits, form.key_groups, is_float, limited[0])
+    values = _coded(value[wanted], form.value_bits, form.value_groups, is_float, limited[1])
+    _write_keys(arena, layout, at, keys)
+    _write_values(arena, layout, at, values)
     into.positions[at] = positions[:, None].expand_as(pages)[wanted]
     into.scores[at] = torch.zeros_like(wanted, dtype=torch.float32)[wanted]
     if scores is not None:
@@ -100,7 +103,8 @@ def transcode(
     """Re-encode tokens from slots of one format into slots of another, with score and position.
 
     With equal bits and groups the codes are copied. With fewer bits and the same groups, bits are
-    dropped without a second quantization error. Other pairs decode and quantize again. Source and
+    dropped without a second quantization error. Other pairs, and targets that limit numbers, decode
+    and quantize again. Source and
     target slots must not overlap.
 
     Shapes:  arena [P, page_bytes]; the indices [n]
@@ -115,8 +119,12 @@ def transcode(
     keys, values = _read(old, source, read)
     scores, positions = old.scores[read], old.positions[read]
     is_float = target.has_float_codes
-    keys = recode(keys, source.key_bits, target.key_bits, target.key_groups, is_float)
-    values = recode(values, source.value_bits, target.value_bits, target.value_groups, is_float)
+    is_clipped = target.is_clipped
+    limited = target.limited_numbers(target_layout.head_dim) if is_clipped else (None, None)
+    keys = recode(keys, source.key_bits, target.key_bits, target.key_groups, is_float, limited[0])
+    values = recode(
+        values, source.value_bits, target.value_bits, target.value_groups, is_float, limited[1]
+    )
     _write_keys(arena, target_layout, write, keys)
     _write_values(arena, target_layout, write, values)
     new.scores[write], new.positions[write] = scores, positions
@@ -212,8 +220,9 @@ def round_tokens(
     Shapes:  key, value [T, KH, d]; quantized [T] -> key, value [T, KH, d]
     Dtypes:  key, value float32 or bfloat16; quantized bool -> float32, numbers of float16
     Promise: ``round_tokens`` of the result is the result
+    Raises:  ConfigError for formats that limit numbers, which never become the same again
     """
-    check_written_alone("round_tokens", layout)
+    check_rounded("round_tokens", layout)
     form = layout.format
     return (
         _rounded(key, form.key_bits, form.key_groups, quantized, form.has_float_codes),
@@ -235,22 +244,28 @@ def _slots_of(section: Section, slot: Tensor, head: Tensor, places: Tensor) -> S
 
 
 def recode(
-    encoded: Encoded, bits: int, to_bits: int, to_groups: int, is_float: bool = False
+    encoded: Encoded,
+    bits: int,
+    to_bits: int,
+    to_groups: int,
+    is_float: bool = False,
+    limited: int | None = None,
 ) -> Encoded:
     """Convert vectors to other bits and groups: copy, ``narrow``, or decode and encode again.
 
-    ``is_float``: whether the new codes are float8 numbers.
+    ``is_float``: whether the new codes are float8 numbers. ``limited``: how many numbers
+    are limited; None: the format limits none.
     """
     is_alike = encoded.metadata.shape[1] == to_groups and encoded.is_float == is_float
     if bits == to_bits and (bits == 16 or is_alike):
         return encoded
-    if to_bits < bits < 16 and is_alike:
+    if to_bits < bits < 16 and is_alike and limited is None:
         return narrow(encoded, bits, to_bits)
-    return _coded(decode(encoded), to_bits, to_groups, is_float)
+    return _coded(decode(encoded), to_bits, to_groups, is_float, limited or 0)
 
 
-def _coded(vectors: Tensor, bits: int, groups: int, is_float: bool) -> Encoded:
-    return encode_floats(vectors) if is_float else encode(vectors, bits, groups)
+def _coded(vectors: Tensor, bits: int, groups: int, is_float: bool, limited: int = 0) -> Encoded:
+    return encode_floats(vectors) if is_float else encode(limit(vectors, limited), bits, groups)
 
 
 def _read(parts: Segments, form: PageFormat, at: tuple[Tensor, Tensor]) -> tuple[Encoded, Encoded]:

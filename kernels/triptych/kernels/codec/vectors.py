@@ -23,11 +23,12 @@ FP16_MAX = np.float32(65504.0)
 FLOAT8_MAX = np.float32(448.0)
 LEAST_SCALE = np.float32(2.0**-24)
 
-Part = namedtuple("Part", "codes byte_stride token_stride metadata bits groups kind scales")
+Part = namedtuple("Part", "codes byte_stride token_stride metadata bits groups kind scales limited")
 """Layout of the keys or the values of a page: offsets and strides in bytes.
 
 ``kind``: what codes are. ``scales``: offset of the scales of the axis that has no zeros, in
-balanced formats: of tokens for keys, of channels for values; 0: there are none.
+balanced formats: of tokens for keys, of channels for values; 0: there are none. ``limited``: how
+many of the largest magnitudes of a vector become the next one.
 """
 PART_WORDS = len(Part._fields)
 
@@ -41,14 +42,16 @@ COPY, NARROW, REQUANTIZE = range(3)
 
 @kernel
 def part_of(words):
-    return Part(words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7])
+    return Part(
+        words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7], words[8]
+    )  # fmt: skip
 
 
 @inlined
 def encode(numbers, part, page, row, codes):
     """Quantize a float32 vector into row ``row`` of the page at address ``page``.
 
-    ``codes``: scratch memory, one uint8 per channel.
+    ``codes``: scratch memory, one uint8 per channel. Formats that limit numbers change ``numbers``.
     """
     at = page + part.codes + row * part.token_stride
     if part.bits == 16:
@@ -56,6 +59,8 @@ def encode(numbers, part, page, row, codes):
         for channel in range(len(numbers)):
             halves[channel] = to_half(_saturate(numbers[channel]))
         return
+    if part.limited:
+        _limit(numbers, part.limited)
     width = len(numbers) // part.groups
     for group in range(part.groups):
         inside = slice(group * width, (group + 1) * width)
@@ -221,6 +226,17 @@ def _copy(source, read_page, read_row, target, write_page, write_row, channels):
 def _metadata(part, page, row, group):
     """Scale and zero of one group, a view as uint16 bits."""
     return carray(pointer(page + part.metadata + 4 * (row * part.groups + group)), 2, np.uint16)
+
+
+@kernel
+def _limit(numbers, count):
+    """Set the ``count`` largest magnitudes to the next one, as ``quantizer.limit``."""
+    sizes = np.abs(numbers)
+    sizes.sort()
+    most = sizes[len(sizes) - 1 - count]
+    for channel in range(len(numbers)):
+        if abs(numbers[channel]) > most:
+            numbers[channel] = most if numbers[channel] > 0 else -most
 
 
 @kernel

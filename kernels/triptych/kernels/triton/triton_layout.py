@@ -59,6 +59,9 @@ class Form:
     """Whether keys also have a scale for each token, and values one for each channel."""
     token_scales: int
     channel_scales: int
+    key_limited: int
+    """How many of the largest magnitudes of a key become the next one."""
+    value_limited: int
     scores: int
     has_bias: bool
     """Whether logit biases are in the place of scores."""
@@ -140,6 +143,8 @@ def _form_of(layout: PageLayout, has_asm: bool) -> Form:
         is_balanced=form.is_balanced,
         token_scales=layout.token_scales,
         channel_scales=layout.channel_scales,
+        key_limited=form.limited_numbers(dim)[0],
+        value_limited=form.limited_numbers(dim)[1],
         scores=at[4],
         has_bias=layout.has_bias,
         positions=at[5],

@@ -8,7 +8,7 @@ from triptych.core.layout import Geometry
 from triptych.core.policy import KVRotation
 from triptych.kernels.hadamard import hadamard
 from triptych.workers.models.attention_interface import LayerTraits
-from triptych.workers.models.kv_rotation import Coordinates
+from triptych.workers.models.kv_rotation import BasisCoordinates, Coordinates, pack_bases
 
 
 def dense(
@@ -95,3 +95,54 @@ def test_the_centre_is_what_pages_do_not_hold() -> None:
 
 def test_plain_coordinates_cost_nothing() -> None:
     assert Coordinates.of(KVRotation(), Geometry(layers=1, kv_heads=1, head_dim=64)) is None
+
+
+def random_bases(layers: int, kv_heads: int, dim: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(2, layers, kv_heads, dim, dim))[0]
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_in_bases_of_heads_is_that_of_the_model(dim: int, dtype: torch.dtype) -> None:
+    geometry = Geometry(layers=3, kv_heads=2, head_dim=dim)
+    packed = torch.randn(3, 2, dim).mul(4).half().numpy().tobytes()
+    bases = pack_bases(random_bases(3, 2, dim))
+    rotation = KVRotation(rotated=True, key_centre=packed, bases=bases)
+    coordinates = Coordinates.of(rotation, geometry)
+    assert coordinates is not None
+    query, key, value = torch.randn(11, 6, dim), torch.randn(11, 2, dim), torch.randn(11, 2, dim)
+    for layer in range(3):
+        exact = [part.to(dtype) for part in (query, key, value)]
+        mixed = coordinates.around(dense)(layer, *exact, LayerTraits(scale=0.2))
+        want = dense(layer, *(part.float() for part in exact), LayerTraits(scale=0.2))
+        assert mixed.dtype == dtype
+        assert torch.allclose(mixed.float(), want, atol=2e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_packed_bases_are_near_those_that_were_fitted_and_orthogonal() -> None:
+    geometry, bases = Geometry(layers=2, kv_heads=3, head_dim=32), random_bases(2, 3, 32)
+    centre = torch.zeros(2, 3, 32)
+    found = BasisCoordinates.of_bases(pack_bases(bases), centre, geometry, None)
+    assert (found.bases - bases).abs().max() < 0.02
+    unit = found.bases @ found.bases.mT
+    assert torch.allclose(unit, torch.eye(32).expand_as(unit), atol=1e-5)
+
+
+def test_pages_hold_vectors_in_the_basis_of_their_head() -> None:
+    """Heads swap two channels in one basis and change a sign in the other, then are rotated."""
+    swap, sign = torch.eye(4)[[1, 0, 2, 3]], torch.diag(torch.tensor([1.0, 1.0, -1.0, 1.0]))
+    bases = torch.stack((torch.stack((swap, sign)), torch.stack((sign, swap))))[:, None]
+    geometry, seen = Geometry(layers=1, kv_heads=2, head_dim=4), list[Tensor]()
+
+    def watch(_layer: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+        seen.extend((query, key, value))
+        return query
+
+    coordinates = Coordinates.of(KVRotation(rotated=True, bases=pack_bases(bases)), geometry)
+    assert coordinates is not None
+    vectors = torch.arange(8.0).view(1, 2, 4)
+    coordinates.around(watch)(0, vectors, vectors, vectors, LayerTraits(scale=1.0))
+    turned = torch.tensor([[[1.0, 0.0, 2.0, 3.0], [4.0, 5.0, -6.0, 7.0]]]) @ hadamard(4)
+    other = torch.tensor([[[0.0, 1.0, -2.0, 3.0], [5.0, 4.0, 6.0, 7.0]]]) @ hadamard(4)
+    for part, want in zip(seen, (turned, turned, other), strict=True):
+        assert torch.allclose(part, want, atol=1e-5)

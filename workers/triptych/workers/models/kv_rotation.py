@@ -1,11 +1,13 @@
-# pyright: reportUnknownMemberType=false
-# torch.from_numpy has no type hints.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch.from_numpy and others have no type hints.
 """KV rotation: keys and values are rotated by a Hadamard matrix, and keys are centred.
 
 Softmax depends only on differences of query-key products: rotating queries and keys by the same
 orthogonal matrix changes nothing, nor does subtracting the same vector from all keys of a head.
 Values are rotated back after attention. Quantization becomes more exact: a rotated outlier is
-spread over all channels, and a centred key is shorter.
+spread over all channels, and a centred key is shorter. Vectors of each head may be put into a basis
+of their own before.
 """
 
 from dataclasses import dataclass
@@ -41,6 +43,8 @@ class Coordinates:
         if kv_rotation.key_centre:
             packed = np.frombuffer(kv_rotation.key_centre, "<f2").astype(np.float32)
             centre = torch.from_numpy(packed).view(shape)
+        if kv_rotation.bases:
+            return BasisCoordinates.of_bases(kv_rotation.bases, centre, geometry, device)
         kind = LatentCoordinates if geometry.has_latents else cls
         return kind((centre @ hadamard(geometry.head_dim)).to(device))
 
@@ -86,3 +90,56 @@ class LatentCoordinates(Coordinates):
         rotated_query, latent, _ = rotate_kv(query, key, key, centre)
         mixed = attend(layer, rotated_query, latent, latent, traits, sinks)
         return rotate_back(mixed + centre, query.dtype)
+
+
+@dataclass(frozen=True)
+class BasisCoordinates(Coordinates):
+    """Vectors of each head are in a basis of their own before they are rotated.
+
+    Source: OSCAR (an orthogonal basis of each head before the Hadamard matrix)
+    """
+
+    bases: Tensor
+    """Of keys and of values: [2, layers, kv_heads, head_dim, head_dim] float32, orthogonal."""
+
+    @classmethod
+    def of_bases(
+        cls, packed: bytes, centre: Tensor, geometry: Geometry, device: torch.device | None
+    ) -> "BasisCoordinates":
+        """``centre``: mean keys [layers, kv_heads, head_dim]."""
+        codes = torch.from_numpy(np.frombuffer(packed, np.int8).astype(np.float64))
+        dim = geometry.head_dim
+        left, _, right = torch.linalg.svd(codes.view(2, *centre.shape[:2], dim, dim))
+        bases = (left @ right).float()
+        turned = in_bases(centre, bases[0]) @ hadamard(dim)
+        return cls(turned.to(device), bases.to(device))
+
+    def _attend(
+        self,
+        attend: Attend,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        of_keys, of_values = self.bases[:, layer].unbind()
+        parts = in_bases(query, of_keys), in_bases(key, of_keys), in_bases(value, of_values)
+        mixed = super()._attend(attend, layer, *parts, traits, sinks)
+        return in_bases(mixed, of_values.mT).to(query.dtype)
+
+
+def in_bases(vectors: Tensor, bases: Tensor) -> Tensor:
+    """Vectors of some heads, or of some query heads of each of them, times the matrix of the head.
+
+    Shapes:  vectors [..., heads, d]; bases [..., KH, d, d] -> [..., heads, d] float32
+    """
+    grouped = vectors.float().unflatten(-2, (bases.shape[-3], -1))
+    found: Tensor = grouped @ bases
+    return found.flatten(-3, -2)
+
+
+def pack_bases(bases: Tensor) -> bytes:
+    """Orthogonal matrices [..., d, d] as ``KVRotation.bases``: their numbers in steps of 1/127."""
+    return (bases * 127).round().to(torch.int8).numpy().tobytes()

@@ -1,0 +1,42 @@
+"""Bases of keys and values: moments by hand, and on a tiny model."""
+
+from pathlib import Path
+
+import torch
+
+from triptych.evals.studies.kv_bases import Moments, axes_of, energy, fit_bases, second_moment
+from triptych.workers.models.attention_interface import LayerTraits
+
+
+def test_moments_by_hand() -> None:
+    """OSCAR's two sums: of queries, and of values weighted by k (sum of q q^T) k^T."""
+    queries = torch.tensor([[1.0, 0.0], [2.0, 1.0]])
+    moment = second_moment(queries)
+    assert torch.equal(moment, torch.tensor([[5.0, 2.0], [2.0, 1.0]]).double())
+    weights = energy(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]]), moment)
+    assert weights.tolist() == [5.0, 1.0, 2.0]
+    values = torch.tensor([[1.0, 0.0], [0.0, 3.0], [1.0, 1.0]])
+    assert torch.equal(
+        second_moment(values, weights), torch.tensor([[7.0, 2.0], [2.0, 11.0]]).double()
+    )
+
+
+def test_axes_begin_with_the_one_of_the_largest_moment() -> None:
+    axes = axes_of(torch.diag(torch.tensor([1.0, 9.0, 4.0])).double())
+    assert axes.abs().tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
+
+
+def test_queries_of_a_group_count_together_and_texts_add_up() -> None:
+    query, key = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
+    moments = Moments()
+    for _ in range(2):
+        moments(0, query, key, key, LayerTraits(scale=1.0))
+    group = query[:, 2:].reshape(-1, 8).double()
+    assert torch.allclose(moments.total[0, 1], 2 * group.mT @ group)
+
+
+def test_bases_of_a_model_are_orthogonal(tiny_model: Path) -> None:
+    bases = fit_bases(tiny_model, [range(1, 40), range(5, 50)])
+    unit = bases @ bases.mT
+    assert bases.shape[0] == 2
+    assert torch.allclose(unit, torch.eye(unit.shape[-1]).expand_as(unit), atol=1e-4)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from triptych.evals.claims.draw import Draw
 from triptych.evals.methods.masked_attention import by_kv_head, check_plain, ungrouped
-from triptych.kernels.codec.quantizer import encode
+from triptych.kernels.codec.quantizer import Encoded, encode
 from triptych.kernels.decode.byte_products import byte_logits
 from triptych.kernels.hadamard import hadamard
 from triptych.workers.models.attention_interface import Attend, LayerTraits
@@ -24,11 +24,14 @@ DIGITS = (2, 3)
 class CodedAttention(Attend):
     """Dense causal attention over rotated keys in codes; values stay as they are.
 
-    ``digits``: those of a query in products of integers; 0: products of float64 numbers.
+    ``digits``: those of a query in products of integers; 0: products of float64. ``stored``:
+    the codes of each layer, which are read if they are there and otherwise written: as pages, they
+    are the same however queries are multiplied. Codes of other hidden states would be rounded
+    otherwise here and there, which costs more than what is measured.
     """
 
-    def __init__(self, bits: int, digits: int) -> None:
-        self.bits, self.digits = bits, digits
+    def __init__(self, bits: int, digits: int, stored: dict[int, Encoded]) -> None:
+        self.bits, self.digits, self.stored = bits, digits, stored
         self.weights_kl = list[Tensor]()
         """KL divergence from the weights of float64 products, by layer: [H, n] float64."""
 
@@ -46,7 +49,8 @@ class CodedAttention(Attend):
         tokens, kv_heads, dim = key.shape
         rotation = hadamard(dim)
         keys = key.float().transpose(0, 1) @ rotation
-        coded = encode(keys.reshape(-1, dim), self.bits, 1)
+        coded = self.stored.get(layer) or encode(keys.reshape(-1, dim), self.bits, 1)
+        self.stored[layer] = coded
         codes = coded.codes.view(kv_heads, 1, tokens, dim)
         scale, zero = coded.metadata.view(kv_heads, 1, tokens, 2).unbind(-1)
         grouped = by_kv_head(query.float(), kv_heads) @ rotation
@@ -77,9 +81,11 @@ def integer_products(draw: Draw) -> Mapping[str, float]:
         weights, tokens = list[Tensor](), list[Tensor]()
         for text in draw.texts:
             ids = (*text.context, *text.continuation)
-            coded = CodedAttention(bits, digits)
+            stored = dict[int, Encoded]()
+            coded = CodedAttention(bits, digits, stored)
             exact, mine = (
-                _log_probabilities(draw, ids, one) for one in (CodedAttention(bits, 0), coded)
+                _log_probabilities(draw, ids, one)
+                for one in (CodedAttention(bits, 0, stored), coded)
             )
             weights.append(torch.stack(coded.weights_kl))
             tokens.append((exact.exp() * (exact - mine)).sum(-1))

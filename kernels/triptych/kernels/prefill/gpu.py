@@ -44,12 +44,13 @@ class Block:
 
 BLOCKS = {
     64: Block(128, 64, 8),
+    96: Block(128, 32, 8),
     128: Block(128, 64, 8),
     256: Block(64, 32, 8),
     576: Block(16, 16, 8, 1),
 }
 """Block by largest head size; chosen so that no format spills registers."""
-AMD_BLOCKS = BLOCKS | {128: Block(64, 32, 8)}
+AMD_BLOCKS = BLOCKS | {96: Block(64, 32, 8), 128: Block(64, 32, 8)}
 """The same on AMD's GPUs, whose compiler spills registers of larger blocks."""
 EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1), 576: Block(16, 16, 8, 1)}
 """Blocks for float32, which tensor cores do not multiply exactly."""

@@ -107,6 +107,7 @@ def test_products_of_integers_lose_less_with_each_digit(draw: Draw) -> None:
         two, three = (figures[f"K{bits}, {count} digits: KL of weights, mean"] for count in (2, 3))
         assert 0 < three < two / 100
         assert figures[f"K{bits}, 2 digits: KL of weights, largest"] < 1e-7
+        assert 0 <= figures[f"K{bits}, 2 digits: KL of next tokens, mean"] < 1e-7
 
 
 @pytest.mark.parametrize("by_head", [False, True])

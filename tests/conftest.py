@@ -34,6 +34,14 @@ def pytest_configure() -> None:
     torch.set_num_threads(min(2, os.cpu_count() or 1) if alone else 1)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests of limits recorded under ``figure``."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "figure":
+                terminalreporter.write_line(str(value))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The folder says what kind of test it is; tests for a GPU are skipped without one."""
     no_gpu = pytest.mark.skip(reason="no CUDA device")

@@ -167,7 +167,7 @@ def static_kernels(name: str) -> str:
         for row in _result(name)["rows"]
         if row["kernel"] == "attend_sections"
         for one in row["passes"]
-        if one["reads"]
+        if one["instructions_per_token"]
     ]
     head = ("method", "target", "registers, bytes spilled", "pages", "loads of a pass and lane")
     more = ("instructions per token", "instructions of a pass", "TB/s if all slots issue")

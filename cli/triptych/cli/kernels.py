@@ -46,17 +46,20 @@ def check(
     Needs no GPU. Triton caches the compiled kernels, so a second run is fast. For loops of
     attention: the narrowest load of a lane, the instructions of warps for each token of a KV head
     (and query of a prompt), and the TB/s that the loop would read if every issue slot were used.
+    For each of NVIDIA's targets: instructions of prefill attention beside FlashAttention-2.
     Exit code 1 if a kernel exceeds a limit on these, or spills more registers to memory than it
     may.
     """
     from triptych.kernels.codegen.aot import TARGETS, tasks
-    from triptych.kernels.codegen.gates import failed_gates
+    from triptych.kernels.codegen.gates import failed_gates, over_flash
 
     host = host_info()
     made = compile_with_progress(tasks(target or list(TARGETS), quick=quick), jobs)
     if json_file:
         write_json({"host": host, "rows": [row.as_json() for row in made]}, json_file)
     console.print(make_table(COLUMNS, [_cells(row) for row in made]))
+    for one in over_flash(made):
+        console.print(str(one), markup=False)
     failed = list(failed_gates(made))
     for sentence in failed:
         notes.print(sentence, markup=False)

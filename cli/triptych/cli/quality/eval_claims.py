@@ -25,7 +25,7 @@ def claims(
         str,
         typer.Option(
             help="Parts, comma-separated: ranges, critical, sparsity, classes, memory, "
-            "drift, ablation; empty: all."
+            "drift, products, ablation; empty: all."
         ),
     ] = "",
     model: Annotated[str, typer.Option(help="Model name or path.")] = DEFAULT_MODEL,

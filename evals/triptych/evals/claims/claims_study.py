@@ -11,6 +11,7 @@ from triptych.core.errors import ConfigError
 from triptych.evals.claims.attention_shape import critical_tokens, ranges
 from triptych.evals.claims.draw import ClaimModel, Draw
 from triptych.evals.claims.head_sparsity import dynamic_over_static
+from triptych.evals.claims.integer_products import integer_products
 from triptych.evals.claims.long_answers import drift
 from triptych.evals.claims.scorer_memory import scorer_peaks
 from triptych.evals.claims.token_classes import token_classes
@@ -95,6 +96,7 @@ PARTS: dict[str, Measure] = {
     "classes": lambda draw, _study: token_classes(draw),
     "memory": lambda draw, study: scorer_peaks(draw, study.scorer_tokens),
     "drift": lambda draw, study: drift(draw, study.answer_tokens),
+    "products": lambda draw, _study: integer_products(draw),
 }
 """By part: the figures of a draw."""
 

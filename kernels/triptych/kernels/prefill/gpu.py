@@ -20,8 +20,8 @@ from triptych.kernels.triton.launch import (
     check_device,
     dense,
     factors_of,
+    is_for_amd,
     is_interpreted,
-    multiplies_by_warp_group,
     power_of_two,
 )
 from triptych.kernels.triton.triton_layout import MIN_DOT, form_of
@@ -44,13 +44,14 @@ class Block:
 
 BLOCKS = {
     64: Block(128, 64, 8),
-    128: Block(64, 32, 8),
+    96: Block(128, 32, 8),
+    128: Block(128, 64, 8),
     256: Block(64, 32, 8),
     576: Block(16, 16, 8, 1),
 }
 """Block by largest head size; chosen so that no format spills registers."""
-WARP_GROUP_BLOCKS = BLOCKS | {128: Block(128, 64, 8)}
-"""The same where warps multiply in groups, which takes fewer registers."""
+AMD_BLOCKS = BLOCKS | {96: Block(64, 32, 8), 128: Block(64, 32, 8)}
+"""The same on AMD's GPUs, whose compiler spills registers of larger blocks."""
 EXACT_BLOCKS = {64: Block(32, 32, 4, 1), 256: Block(16, 16, 4, 1), 576: Block(16, 16, 8, 1)}
 """Blocks for float32, which tensor cores do not multiply exactly."""
 
@@ -74,8 +75,10 @@ def prefill_attention(
     16-bit inputs are multiplied in 16 bits, past keys and values too; float32 keeps its accuracy.
     A page id out of range gives NaN.
 
-    Source:  FlashAttention (online softmax over blocks); column sums in a second pass over
-             the products, with the log-sum-exps of the first pass
+    Significance counts all queries, as on the CPU: a second pass over the products, with the
+    log-sum-exps of the first.
+
+    Source:  FlashAttention (online softmax over blocks, and log-sum-exps instead of weights)
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     options = (scale, window, softcap, sinks, past, significance, two_way, out)
@@ -158,7 +161,7 @@ def _type_of(dtype: torch.dtype) -> tl.dtype:
 
 def block_of(dim: int, is_exact: bool) -> Block:
     """The block of a program for vectors of ``dim`` channels."""
-    usual = WARP_GROUP_BLOCKS if multiplies_by_warp_group() else BLOCKS
+    usual = AMD_BLOCKS if is_for_amd() else BLOCKS
     blocks = EXACT_BLOCKS if is_exact else usual
     return next(block for size, block in blocks.items() if dim <= size)
 

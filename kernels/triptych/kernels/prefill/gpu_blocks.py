@@ -43,15 +43,29 @@ def find_first(
 
 
 @triton.jit
-def rows_at(start, stride, row, count, DIM: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr):
-    """Load vectors ``row`` of a tensor [count, ...] as a tile [rows, WIDE]; 0 beyond the end."""
-    channel = tl.arange(0, WIDE)
-    at = start + row.to(tl.int64)[:, None] * stride + channel[None, :]
+def rows_at(start, stride, count, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+            TYPE: tl.constexpr):  # fmt: skip
+    """Load ``count`` vectors as a tile [ROWS, WIDE]; 0 beyond the end."""
+    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDE)
+    at = start + (row[:, None] * stride + channel[None, :])
     if DIM == WIDE:
         mask = (row < count)[:, None]
     else:
         mask = (row < count)[:, None] & (channel < DIM)[None, :]
     return tl.load(at, mask=mask, other=0.0).to(TYPE)
+
+
+@triton.jit
+def full_rows(start, stride, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+              TYPE: tl.constexpr):  # fmt: skip
+    """``rows_at`` of rows that all exist."""
+    row, channel = tl.arange(0, ROWS), tl.arange(0, WIDE)
+    at = start + (row[:, None] * stride + channel[None, :])
+    if DIM == WIDE:
+        vectors = tl.load(at)
+    else:
+        vectors = tl.load(at, mask=(channel < DIM)[None, :], other=0.0)
+    return vectors.to(TYPE)
 
 
 @triton.jit
@@ -64,46 +78,49 @@ def add_tile(logits, values, peak, mass, mixed):
 
 
 @triton.jit
-def full_rows(start, stride, row, DIM: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr):
-    """``rows_at`` of rows that all exist."""
-    channel = tl.arange(0, WIDE)
-    at = start + row.to(tl.int64)[:, None] * stride + channel[None, :]
-    if DIM == WIDE:
-        vectors = tl.load(at)
+def add_seen(products, hidden, values, scale, cap, peak, mass, mixed, CAPPED: tl.constexpr):
+    """``add_tile`` where each query has seen a key, so that no largest logit is infinite.
+
+    ``hidden``: None, or a tile that is -inf for keys that a query may not read, and otherwise 0.
+    The difference to the largest logit is one fused operation with the scale.
+    """
+    before = peak
+    if CAPPED:
+        logits = capped(products * scale, cap, CAPPED)
+        if hidden is not None:
+            logits += hidden
+        peak = tl.maximum(peak, tl.max(logits, 1))
+        weights = tl.exp2(logits - peak[:, None])
+    elif hidden is not None:
+        logits = products * scale + hidden
+        peak = tl.maximum(peak, tl.max(logits, 1))
+        weights = tl.exp2(logits - peak[:, None])
     else:
-        vectors = tl.load(at, mask=(channel < DIM)[None, :], other=0.0)
-    return vectors.to(TYPE)
+        peak = tl.maximum(peak, tl.max(products, 1) * scale)
+        weights = tl.exp2(products * scale - peak[:, None])
+    rescale = tl.exp2(before - peak)
+    mass = mass * rescale + tl.sum(weights, 1)
+    weights = weights.to(values.dtype)
+    mixed = tl.dot(weights, values, mixed * rescale[:, None], input_precision="ieee")
+    return peak, mass, mixed
 
 
 @triton.jit
 def attend_before(
-    tile, key, value, begin, end, key_token, value_token, scale, cap, peak, mass, mixed,
+    tile, key, value, end, key_token, value_token, scale, cap, peak, mass, mixed,
     DIM: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
     TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys ``begin`` to ``end`` (exclusive), all of which each query sees.
-
-    So a tile has no masks and no infinite logits. The difference to the largest logit is one fused
-    operation with the scale.
+    """Attend to the first ``end`` keys, all of which each query sees: tiles without masks.
 
     Source: FlashAttention-2, section 3.1 (blocks below the diagonal need no causal mask)
     """
-    for at in range(begin, end, KEYS):
-        key_index = at + tl.arange(0, KEYS)
-        keys = full_rows(key, key_token, key_index, DIM, WIDE, TYPE)
-        logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
-        before = peak
-        if CAPPED:
-            logits = capped(logits * scale, cap, CAPPED)
-            peak = tl.maximum(peak, tl.max(logits, 1))
-            weights = tl.exp2(logits - peak[:, None])
-        else:
-            peak = tl.maximum(peak, tl.max(logits, 1) * scale)
-            weights = tl.exp2(logits * scale - peak[:, None])
-        rescale = tl.exp2(before - peak)
-        mass = mass * rescale + tl.sum(weights, 1)
-        values = full_rows(value, value_token, key_index, DIM, WIDE, TYPE)
-        mixed = tl.dot(weights.to(TYPE), values, mixed * rescale[:, None], input_precision="ieee")
+    for at in range(0, end, KEYS):
+        keys = full_rows(key + tl.cast(at, tl.int64) * key_token, key_token, KEYS, DIM, WIDE, TYPE)
+        products = tl.dot(tile, tl.trans(keys), input_precision="ieee")
+        near = value + tl.cast(at, tl.int64) * value_token
+        values = full_rows(near, value_token, KEYS, DIM, WIDE, TYPE)
+        peak, mass, mixed = add_seen(products, None, values, scale, cap, peak, mass, mixed, CAPPED)
     return peak, mass, mixed
 
 
@@ -129,8 +146,9 @@ def attend_chunks(
         return
     heads = tl.num_programs(1)
     query_index = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    line = (start.to(tl.int64) * heads + head) * DIM
-    tile = rows_at(query + line, heads * DIM, query_index, count, DIM, WIDE, TYPE)
+    line = ((start + tl.program_id(0) * QUERIES).to(tl.int64) * heads + head) * DIM
+    left = count - tl.program_id(0) * QUERIES
+    tile = rows_at(query + line, heads * DIM, left, QUERIES, DIM, WIDE, TYPE)
     if sinks is not None:
         peak = tl.full([QUERIES], 1.4426950408889634, tl.float32) * tl.load(sinks + head)
         mass = tl.full([QUERIES], 1.0, tl.float32)
@@ -174,31 +192,55 @@ def attend_chunks(
     value += start.to(tl.int64) * value_token + (head // G) * value_head
     if not WINDOWED:
         peak, mass, mixed = attend_before(
-            tile, key, value, 0, tl.program_id(0) * QUERIES, key_token, value_token, scale, cap,
-            peak, mass, mixed, DIM, WIDE, KEYS, CAPPED, TYPE,
+            tile, key, value, tl.program_id(0) * QUERIES, key_token, value_token, scale, cap, peak,
+            mass, mixed, DIM, WIDE, KEYS, CAPPED, TYPE,
         )  # fmt: skip
         begin = tl.program_id(0) * QUERIES
     for at in range(begin, end, KEYS):
+        near = key + tl.cast(at, tl.int64) * key_token
+        keys = rows_at(near, key_token, count - at, KEYS, DIM, WIDE, TYPE)
+        products = tl.dot(tile, tl.trans(keys), input_precision="ieee")
         key_index = at + tl.arange(0, KEYS)
-        keys = rows_at(key, key_token, key_index, count, DIM, WIDE, TYPE)
-        logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
-        logits = capped(logits * scale, cap, CAPPED)
         visible = (key_index[None, :] <= query_index[:, None]) & (key_index < count)[None, :]
         if WINDOWED:
             visible = visible & (query_index[:, None] - key_index[None, :] < window)
         if two_way is not None:
             visible = visible | (reads_all & (key_index < count)[None, :])
-        logits = tl.where(visible, logits, float("-inf"))
-        values = rows_at(value, value_token, key_index, count, DIM, WIDE, TYPE)
-        peak, mass, mixed = add_tile(logits, values, peak, mass, mixed)
+        near = value + tl.cast(at, tl.int64) * value_token
+        values = rows_at(near, value_token, count - at, KEYS, DIM, WIDE, TYPE)
+        if WINDOWED:
+            logits = tl.where(visible, capped(products * scale, cap, CAPPED), float("-inf"))
+            peak, mass, mixed = add_tile(logits, values, peak, mass, mixed)
+        else:  # the first key of the block is seen by each query
+            hidden = tl.where(visible, 0.0, float("-inf"))
+            peak, mass, mixed = add_seen(
+                products, hidden, values, scale, cap, peak, mass, mixed, CAPPED
+            )
     mass = tl.where(mass == 0, 1.0, mass)  # rows beyond the last query
     channel = tl.arange(0, WIDE)
-    to = out + line + query_index.to(tl.int64)[:, None] * (heads * DIM) + channel[None, :]
+    to = out + line + (tl.arange(0, QUERIES)[:, None] * (heads * DIM) + channel[None, :])
     mask = (query_index < count)[:, None] & (channel < DIM)[None, :]
     tl.store(to, (mixed / mass[:, None]).to(out.dtype.element_ty), mask=mask)
     if lse is not None:
         to = lse + (start + query_index).to(tl.int64) * heads + head
         tl.store(to, peak + tl.log2(mass), mask=query_index < count)
+
+
+@triton.jit
+def products_of(
+    line, lse, keys, first, count, heads, QUERIES: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Products of queries from ``first`` on with ``keys``, and log2 of the sum of each query.
+
+    That of queries beyond the last is infinite, so their weights are 0 without a mask.
+    """
+    line += tl.cast(first, tl.int64) * (heads * DIM)
+    tile = rows_at(line, heads * DIM, count - first, QUERIES, DIM, WIDE, TYPE)
+    row = tl.arange(0, QUERIES)
+    at = lse + tl.cast(first, tl.int64) * heads + row * heads
+    total = tl.load(at, mask=row < count - first, other=float("inf"))
+    return tl.dot(tile, tl.trans(keys), input_precision="ieee"), total
 
 
 @triton.jit
@@ -241,8 +283,8 @@ def sum_columns(
     else:
         if at >= count:
             return
-        key += start.to(tl.int64) * key_token + (head // G) * key_head
-        keys = rows_at(key, key_token, key_index, count, DIM, WIDE, TYPE)
+        key += (start + at).to(tl.int64) * key_token + (head // G) * key_head
+        keys = rows_at(key, key_token, count - at, KEYS, DIM, WIDE, TYPE)
         begin = at // QUERIES * QUERIES
         if WINDOWED:
             end = tl.minimum(count, at + KEYS + window)
@@ -253,16 +295,18 @@ def sum_columns(
         position, exists, index = key_index, key_index < count, known + key_index
     received = tl.full([KEYS], 0.0, tl.float32)
     line = query + (start.to(tl.int64) * heads + head) * DIM
-    for other in range(begin, end, QUERIES):
-        query_index = other + tl.arange(0, QUERIES)
-        tile = rows_at(line, heads * DIM, query_index, count, DIM, WIDE, TYPE)
-        logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
-        logits = capped(logits * scale, cap, CAPPED)
-        total = tl.load(
-            lse + (start + query_index).to(tl.int64) * heads + head,
-            mask=query_index < count,
-            other=0.0,
+    lse += start.to(tl.int64) * heads + head
+    is_causal: tl.constexpr = (not PAST) and (not WINDOWED) and (two_way is None)
+    masked = end
+    if PAST and not WINDOWED:
+        masked = begin
+    if is_causal:
+        masked = tl.minimum(end, (at + KEYS + QUERIES - 1) // QUERIES * QUERIES)
+    for other in range(begin, masked, QUERIES):
+        products, total = products_of(
+            line, lse, keys, other, count, heads, QUERIES, DIM, WIDE, TYPE
         )
+        query_index = other + tl.arange(0, QUERIES)
         visible = exists[None, :] & (query_index < count)[:, None]
         if not PAST:
             visible = visible & (key_index[None, :] <= query_index[:, None])
@@ -270,8 +314,15 @@ def sum_columns(
             visible = visible & (query_index[:, None] - position[None, :] < window)
         if two_way is not None and not PAST:
             visible = visible | (reads_all & exists[None, :] & (query_index < count)[:, None])
+        logits = capped(products * scale, cap, CAPPED)
         weights = tl.where(visible, tl.exp2(logits - total[:, None]), 0.0)
         received += tl.sum(weights, 0)
+    for other in range(masked, end, QUERIES):
+        products, total = products_of(
+            line, lse, keys, other, count, heads, QUERIES, DIM, WIDE, TYPE
+        )
+        logits = capped(products * scale, cap, CAPPED)
+        received += tl.sum(tl.exp2(logits - total[:, None]), 0)
     to = (
         sums + sequence.to(tl.int64) * sum_sequence + head.to(tl.int64) * sum_head + index * sum_key
     )

@@ -32,7 +32,6 @@ TYPES = {
 }
 VECTOR_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of queries, keys and values."""
-WARP_GROUPS_FROM = 90
 DEFAULT_PROCESSORS = 132
 """Multiprocessors assumed for tensors that are not on a GPU: those of an H100."""
 
@@ -182,25 +181,10 @@ def _has_asm_here() -> bool:
     return not torch.version.hip and not is_interpreted()
 
 
-def multiplies_by_warp_group() -> bool:
-    """Whether four warps multiply tiles in shared memory together, as from Hopper (sm_90) on.
-
-    Such products hold no operand in registers. Where there is no GPU, an H100 is assumed.
-    """
+def is_for_amd() -> bool:
+    """Whether the launches that are planned now are for a GPU of AMD."""
     target = _target.get()
-    return _warp_groups_here() if target is None else multiplies_in_groups(target)
-
-
-def multiplies_in_groups(target: str) -> bool:
-    """``multiplies_by_warp_group`` of a GPU, such as ``"sm_90"``."""
-    return target.startswith("sm_") and int(target.removeprefix("sm_")) >= WARP_GROUPS_FROM
-
-
-@cache
-def _warp_groups_here() -> bool:
-    if torch.version.hip:
-        return False
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
+    return bool(torch.version.hip) if target is None else target.startswith("gfx")
 
 
 def is_interpreted() -> bool:

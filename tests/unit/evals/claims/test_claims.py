@@ -23,6 +23,7 @@ from triptych.evals.claims.claims_study import (
 )
 from triptych.evals.claims.draw import ClaimModel, Draw
 from triptych.evals.claims.head_sparsity import kept
+from triptych.evals.claims.integer_products import integer_products
 from triptych.evals.claims.scorer_memory import scorer_peaks
 from triptych.evals.claims.token_classes import class_shares
 from triptych.evals.metrics.fragmentation import page_waste
@@ -98,6 +99,15 @@ def test_weights_of_a_capture_are_those_of_its_outputs(draw: Draw) -> None:
     """The rest of the attention is on the tokens behind the context."""
     total = context_weights(draw.captures[0]).sum(-1)
     assert ((total > 0.3) & (total < 1 + 1e-2)).all()
+
+
+def test_products_of_integers_lose_less_with_each_digit(draw: Draw) -> None:
+    figures = integer_products(draw)
+    for bits in (8, 4):
+        two, three = (figures[f"K{bits}, {count} digits: KL of weights, mean"] for count in (2, 3))
+        assert 0 < three < two / 100
+        assert figures[f"K{bits}, 2 digits: KL of weights, largest"] < 1e-7
+        assert 0 <= figures[f"K{bits}, 2 digits: KL of next tokens, mean"] < 1e-7
 
 
 @pytest.mark.parametrize("by_head", [False, True])

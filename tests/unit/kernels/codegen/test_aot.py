@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from triptych.cli import main as command
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, PageLayout, default_page_bytes
 from triptych.kernels import PageLists, Rule, Section, Summaries
-from triptych.kernels.codegen import aot, variants
+from triptych.kernels.codegen import aot, gates, variants
 from triptych.kernels.select import gpu, tile_bytes
 
 WIDE = variants.USUAL_VARIANTS["attend_chunks"]
@@ -61,7 +62,19 @@ def test_every_kernel_compiles_without_spills(
         if (row["kernel"], row["variant"]) in PREFILL and row["target"] == "sm_90"
     ]
     assert prefill == [[aot.BEFORE, aot.DIAGONAL]] * 2
-    assert "attend_sections" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "attend_sections" in printed
+    assert "FlashAttention 0.328" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_prefill_issues_at_most_1_6_times_what_flash_attention_does(
+    target: str, record_property: Callable[[str, str], None]
+) -> None:
+    made = [aot.compile_one(aot.Task(*name, target)) for name in PREFILL]
+    (found,) = gates.over_flash(made)
+    record_property("figure", str(found))
+    assert found.is_within, str(found)
 
 
 def test_a_kernel_that_spills_is_exit_code_1(

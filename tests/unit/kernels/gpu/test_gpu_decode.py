@@ -10,7 +10,9 @@ from tests.moves import ALONE, LATENTS
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder
 from triptych.kernels import Section, attend_rotated, decode_attention, rotate_back
+from triptych.kernels.codec.quantizer import encode
 from triptych.kernels.decode import gpu
+from triptych.kernels.decode.byte_products import DIGITS, byte_logits
 
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""
@@ -56,6 +58,25 @@ def check(
     rough = 2e-3 if is_scaled else 3e-4
     closeness = 1e-5 if query.dtype == torch.float32 else rough
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=closeness)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["k8v4", "k4v2"])
+def test_key_codes_are_multiplied_as_the_reference_of_bytes_does(
+    name: str, dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    """To the rounding of float32, where exact products of 16-bit queries differ by 1e-4."""
+    cache = new_cache(64, pages=60)
+    stored = cache.fill(name, [[50], [7]], order="token")
+    query = (torch.randn(2, 4, 64) * torch.tensor([1e-3, 1.0, 30.0, 4.0])[:, None]).to(dtype)
+    _, lse = attend(device, query, cache.arena, [stored.section], scale=0.125)
+    for row, count in enumerate((50, 7)):
+        coded = encode(stored.key[row, 0, :count].float(), int(name[1]), 1)
+        logits = byte_logits(
+            query[row], coded.codes, *coded.metadata[:, 0].unbind(-1), DIGITS[dtype]
+        )
+        want = (logits * 0.125).logsumexp(-1)
+        torch.testing.assert_close(lse[row], want, rtol=2e-6, atol=2e-6)
 
 
 def backward(section: Section) -> Section:

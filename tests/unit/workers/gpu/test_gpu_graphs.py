@@ -193,6 +193,29 @@ def test_a_batch_is_sampled_in_a_few_launches_and_one_wait(
 
 
 @ONLY_FAKE
+@pytest.mark.parametrize("asking", [1, 8])
+def test_log_probabilities_come_with_the_tokens(quick_device: Device, asking: int) -> None:
+    """One wait and as many calls, however many rows ask."""
+    from tests.far import WAIT  # noqa: PLC0415 - there is none beside a GPU
+
+    asked: list[str] = quick_device.asked  # type: ignore[attr-defined]
+    wanted = [i % 4 if i < asking else -1 for i in range(8)]
+    rows = [SamplerRow(Sampling(temperature=0.8, seed=i, logprobs=n), [], [])
+            for i, n in enumerate(wanted)]  # fmt: skip
+    logits = torch.randn(8, 300)
+    logits[5, 0] = float("nan")
+    there, start = quick_device.put(logits.numpy()), len(asked)
+    drawn = sample(there, rows)
+    calls = asked[start:]
+    assert calls.count(WAIT) == 1
+    assert len(calls) <= 24, calls
+    assert drawn == sample(logits, rows)
+    assert [len(one.top) for one in drawn] == [
+        max(n, 0) if i != 5 else 0 for i, n in enumerate(wanted)
+    ]
+
+
+@ONLY_FAKE
 def test_a_layer_is_twelve_launches(
     tiny_model: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

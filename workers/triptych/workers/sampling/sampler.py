@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false
 """Sampling: penalties, filters and a draw that is independent of the batch."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log
 from typing import cast
@@ -184,13 +184,18 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Drawn]:
     edited, errors = _edit(logits, rows)
     settings = _settings(rows, errors)
     put = None if settings is None else put_beside(logits, settings)
-    tokens = cast("list[int]", draw_tokens(edited, put).tolist())
-    drawn = [
+    tokens = draw_tokens(edited, put)
+    asking = [i for i, row in enumerate(rows) if row.sampling.logprobs >= 0 and i not in errors]
+    if asking:
+        return _with_logprobs(tokens, logits, rows, asking, errors)
+    return _drawn(cast("list[int]", tokens.tolist()), errors)
+
+
+def _drawn(tokens: Sequence[int], errors: Mapping[int, GrammarError]) -> list[Drawn]:
+    return [
         Drawn(_NO_TOKEN, error=errors[i]) if i in errors else Drawn(token)
         for i, token in enumerate(tokens)
     ]
-    _add_logprobs(drawn, logits, rows)
-    return drawn
 
 
 def _settings(rows: Sequence[SamplerRow], errors: Collection[int]) -> NDArray[np.float64] | None:
@@ -221,17 +226,35 @@ def _edit(logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int,
     return edited, errors
 
 
-def _add_logprobs(drawn: list[Drawn], logits: Tensor, rows: Sequence[SamplerRow]) -> None:
-    asking = [i for i, row in enumerate(rows) if row.sampling.logprobs >= 0 and drawn[i].token >= 0]
-    if not asking:
-        return
-    logprobs = logits[asking].log_softmax(dim=-1)
-    widest = max(rows[i].sampling.logprobs for i in asking)
-    values, ids = logprobs.topk(min(widest, logits.shape[1]))
+def _with_logprobs(
+    tokens: Tensor,
+    logits: Tensor,
+    rows: Sequence[SamplerRow],
+    asking: Sequence[int],
+    errors: Mapping[int, GrammarError],
+) -> list[Drawn]:
+    """Tokens, and log probabilities of the rows that ask for them.
+
+    All numbers come in one copy, so that a device is waited for once; float64 holds each exactly.
+    """
+    widest = min(max(rows[i].sampling.logprobs for i in asking), logits.shape[1])
+    chosen = tokens.clamp_min(0)  # rows without a token ask in vain
+    if len(asking) < len(rows):
+        logits, chosen = logits[asking], chosen[asking]
+    logprobs = logits.log_softmax(dim=-1)
+    values, ids = logprobs.topk(widest)
+    own = logprobs.gather(1, chosen[:, None])
+    parts = [tokens.double(), *(part.double().flatten() for part in (ids, values, own))]
+    numbers = torch.cat(parts).cpu().numpy()
+    ends = np.cumsum([len(rows), len(asking) * widest, len(asking) * widest])
+    drawn_ids, *best, own_values = np.split(numbers, ends)
+    drawn = _drawn([int(token) for token in drawn_ids], errors)
+    best_ids, best_values = (part.reshape(len(asking), widest) for part in best)
     for place, i in enumerate(asking):
+        if drawn[i].token < 0:
+            continue
         wanted = rows[i].sampling.logprobs
-        best_ids = cast("list[int]", ids[place, :wanted].tolist())
-        best_values = cast("list[float]", values[place, :wanted].tolist())
-        top = tuple(zip(best_ids, best_values, strict=True))
-        token = drawn[i].token
-        drawn[i] = Drawn(token, float(logprobs[place, token]), top)
+        pairs = zip(best_ids[place, :wanted], best_values[place, :wanted], strict=True)
+        top = tuple((int(token), float(value)) for token, value in pairs)
+        drawn[i] = Drawn(drawn[i].token, float(own_values[place]), top)
+    return drawn

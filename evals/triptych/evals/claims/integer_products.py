@@ -1,0 +1,104 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# torch leaves Tensor.unflatten and others untyped in part.
+"""What it costs that a GPU multiplies codes of keys as integers, with queries in digits."""
+
+from collections.abc import Mapping
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from triptych.evals.claims.draw import Draw
+from triptych.evals.methods.masked_attention import by_kv_head, check_plain, ungrouped
+from triptych.kernels.codec.quantizer import Encoded, encode
+from triptych.kernels.decode.byte_products import byte_logits
+from triptych.kernels.hadamard import hadamard
+from triptych.workers.models.attention_interface import Attend, LayerTraits
+
+KEY_BITS = (8, 4)
+DIGITS = (2, 3)
+"""Digits of 16-bit queries, and of float32 queries."""
+
+
+class CodedAttention(Attend):
+    """Dense causal attention over rotated keys in codes; values stay as they are.
+
+    ``digits``: those of a query in products of integers; 0: products of float64. ``stored``:
+    the codes of each layer, which are read if they are there and otherwise written: as pages, they
+    are the same however queries are multiplied. Codes of other hidden states would be rounded
+    otherwise here and there, which costs more than what is measured.
+    """
+
+    def __init__(self, bits: int, digits: int, stored: dict[int, Encoded]) -> None:
+        self.bits, self.digits, self.stored = bits, digits, stored
+        self.weights_kl = list[Tensor]()
+        """KL divergence from the weights of float64 products, by layer: [H, n] float64."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Raises: ModelError for sliding windows or softcaps"""
+        check_plain(layer, traits, sinks)
+        tokens, kv_heads, dim = key.shape
+        rotation = hadamard(dim)
+        keys = key.float().transpose(0, 1) @ rotation
+        coded = self.stored.get(layer) or encode(keys.reshape(-1, dim), self.bits, 1)
+        self.stored[layer] = coded
+        codes = coded.codes.view(kv_heads, 1, tokens, dim)
+        scale, zero = coded.metadata.view(kv_heads, 1, tokens, 2).unbind(-1)
+        grouped = by_kv_head(query.float(), kv_heads) @ rotation
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        decoded = codes.double() * scale.double()[..., None] + zero.double()[..., None]
+        logits = grouped.double() @ decoded.mT * traits.scale
+        exact = logits.masked_fill(hidden, float("-inf")).log_softmax(-1)
+        used = exact
+        if self.digits:
+            products = byte_logits(grouped, codes, scale, zero, self.digits).double()
+            used = (products * traits.scale).masked_fill(hidden, float("-inf")).log_softmax(-1)
+            apart = (exact.exp() * (exact - used)).masked_fill(hidden, 0.0)
+            self.weights_kl.append(apart.sum(-1).flatten(0, 1))
+        return ungrouped(used.exp().float() @ value.float().transpose(0, 1)[:, None])
+
+
+def integer_products(draw: Draw) -> Mapping[str, float]:
+    """KL divergence of attention weights and of next tokens from those of exact products.
+
+    Keys of 8 and of 4 bits with a scale for each token; queries of two digits to the base 254 (15
+    bits of the largest number) and of three. Only the products differ.
+
+    Source: SageAttention (products of integers in attention); digits are ours
+    """
+    found = dict[str, float]()
+    for bits, digits in product(KEY_BITS, DIGITS):
+        name = f"K{bits}, {digits} digits"
+        weights, tokens = list[Tensor](), list[Tensor]()
+        for text in draw.texts:
+            ids = (*text.context, *text.continuation)
+            stored = dict[int, Encoded]()
+            coded = CodedAttention(bits, digits, stored)
+            exact, mine = (
+                _log_probabilities(draw, ids, one)
+                for one in (CodedAttention(bits, 0, stored), coded)
+            )
+            weights.append(torch.stack(coded.weights_kl))
+            tokens.append((exact.exp() * (exact - mine)).sum(-1))
+        found[f"{name}: KL of weights, mean"] = float(torch.stack(weights).mean())
+        found[f"{name}: KL of weights, largest"] = float(torch.stack(weights).max())
+        found[f"{name}: KL of next tokens, mean"] = float(torch.stack(tokens).mean())
+    return found
+
+
+def _log_probabilities(draw: Draw, ids: tuple[int, ...], attend: Attend) -> Tensor:
+    """Of the tokens behind the context: [continuation, vocab] float64."""
+    places = torch.arange(len(ids))
+    with torch.inference_mode():
+        network = draw.model.loaded.network
+        logits = network(torch.tensor(ids), places, attend, places[draw.context :])
+    return logits.double().log_softmax(-1)

@@ -11,6 +11,7 @@ from triptych.core.config import AppConfig, PoolConfig
 from triptych.core.errors import ConfigError
 from triptych.core.handles import KVHandle, LeaseId, LeaseRef, PageRun
 from triptych.core.layout import Geometry
+from triptych.core.messages import ClassShares
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 from triptych.evals.claims.attention_shape import context_weights, critical_shares
@@ -24,9 +25,9 @@ from triptych.evals.claims.claims_study import (
 from triptych.evals.claims.draw import ClaimModel, Draw
 from triptych.evals.claims.head_sparsity import kept
 from triptych.evals.claims.scorer_memory import scorer_peaks
-from triptych.evals.claims.token_classes import class_shares
 from triptych.evals.metrics.fragmentation import page_waste
 from triptych.evals.studies.ablation import AXES as ALL_AXES
+from triptych.workers.compress.class_report import class_shares
 
 SMALL = AppConfig(pool=PoolConfig(kv_cache_memory_bytes=16 << 20))
 GEOMETRY = Geometry(layers=1, kv_heads=2, head_dim=64)
@@ -47,10 +48,8 @@ def handle(tokens: int, **counts: list[int]) -> KVHandle:
 
 def test_shares_of_classes_add_up_to_one() -> None:
     found = class_shares(handle(200, k8v8=[20, 20], k8v4=[100, 30], k4v2=[50, 40]), PLAN)
-    assert found["high"] == 130 / 400
-    assert found["low"] == 90 / 400
-    assert found["recent"] == 40 / 400
-    assert found["dropped"] == pytest.approx(140 / 400)
+    shares = ClassShares(recent=40 / 400, high=130 / 400, low=90 / 400, pruned=140 / 400)
+    assert found == shares
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -113,6 +113,13 @@ def test_sixteen_requests_of_eight_methods_at_once_answer_as_each_does_alone(ser
     assert texts == [answer["choices"][0]["text"] for answer in alone]
     told = [answer["usage"]["compression"] for answer in together]
     assert [one["method"] for one in told] == [one["compression"]["method"] for one in bodies]
+    shares = {one["method"]: one["classes"] for one in told}
+    assert all(sum(each.values()) == pytest.approx(1, abs=3e-4) for each in shares.values())
+    assert shares["uniform:fp16"]["recent"] == 1
+    assert shares["uniform:k8v4"]["high"] > 0.5 > shares["snapkv"]["high"] > 0
+    assert shares["snapkv"]["pruned"] > 0 == shares["uniform:k8v4"]["pruned"]
+    by_class = server.metrics("triptych_kv_raw_bytes_by_class_total")
+    assert all(by_class[f'token_class="{name}"'] > 0 for name in ("recent", "high", "pruned"))
     ratios = {one["method"]: one["ratio"] for one in told}
     assert ratios["uniform:k4v2"] > ratios["uniform:k8v4"] > ratios["uniform:fp16"]
     assert ratios["snapkv"] >= ratios["uniform:k8v4"]
@@ -291,6 +298,9 @@ def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content
     assert chunks[-1].usage == whole.usage
+    classes = chunks[-1].usage.model_dump()["compression"]["classes"]
+    assert classes["recent"] > 0
+    assert sum(classes.values()) == pytest.approx(1, abs=3e-4)
 
 
 def test_events_reach_the_proxy_over_a_socket(server: Any, client: openai.OpenAI) -> None:

@@ -19,6 +19,7 @@ from triptych.evals.methods.context_methods import (
     arbitrary,
     classes_at,
     measured,
+    two_levels,
 )
 from triptych.evals.methods.replaced_cache import ReplacedCache
 from triptych.evals.studies.learned_study import LearnedStudy, continue_text, run_learned_study
@@ -76,7 +77,8 @@ def test_classes_take_the_bytes_they_are_given(ratio: float, cache: RequestCache
 
 def test_significant_tokens_are_rounded_less(cache: RequestCache) -> None:
     centre = torch.zeros(LAYERS, HEADS, DIM)
-    replaced, _ = Classes("classes", FORMATS["k4v2"], FORMATS["k8v4"], 0.3, centre).replace(cache)
+    levels = two_levels(FORMATS["k4v2"], FORMATS["k8v4"], 0.3)
+    replaced, _ = Classes("classes", levels, centre).replace(cache)
     error = (replaced.values - cache.values).square().mean(-1)[..., 4:-64].flatten()
     order = cache.significance[..., 4:-64].flatten().argsort()
     third = len(order) // 3
@@ -93,7 +95,7 @@ def test_more_bytes_are_closer(cache: RequestCache) -> None:
 
 def test_below_the_smallest_format_all_tokens_are_in_it(cache: RequestCache) -> None:
     few = classes_at("c", 0.1, TOKENS, torch.zeros(LAYERS, HEADS, DIM))
-    assert (few.low, few.high_share) == (FORMATS["k4v2"], 0.0)
+    assert few.levels[1] == (FORMATS["k4v2"], 1.0)
     _, footprint = few.replace(cache)
     assert footprint.all_in_bytes > 0.1 * FULL
 

@@ -24,15 +24,15 @@ def claims(
     parts: Annotated[
         str,
         typer.Option(
-            help="Parts, comma-separated: ranges, critical, sparsity, classes, memory, "
-            "drift, products, ablation; empty: all."
+            help="Parts, comma-separated: ranges, critical, sparsity, classes, four_levels, "
+            "memory, drift, products, ablation; empty: all."
         ),
     ] = "",
     model: Annotated[str, typer.Option(help="Model name or path.")] = DEFAULT_MODEL,
     seeds: Annotated[int, typer.Option(help="Number of draws of texts.")] = 5,
     context: Annotated[int, typer.Option(min=128, help="Context length in tokens.")] = 1024,
     documents: Annotated[int, typer.Option(min=1, help="Texts per seed.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens measured after each text.")] = 64,
+    steps: Annotated[int, typer.Option(min=2, help="Tokens measured after each text.")] = 64,
     answer_tokens: Annotated[
         int, typer.Option(min=8, help="Tokens of the long answers (drift).")
     ] = 1024,
@@ -42,6 +42,16 @@ def claims(
     split: Annotated[
         Literal["calibration", "evaluation", "test"], typer.Option(help="Texts.")
     ] = "evaluation",
+    ablation_documents: Annotated[
+        int, typer.Option(min=1, help="Texts per seed in the ablation, which runs most methods.")
+    ] = 1,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Three draws of two texts, answers of 256 tokens and prompts of 1,024 tokens.",
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures to this file.")
     ] = None,
@@ -61,8 +71,10 @@ def claims(
         steps=steps,
         answer_tokens=answer_tokens,
         scorer_tokens=scorer_tokens,
+        ablation_documents=ablation_documents,
         split=split,
     )
+    study = study.quick() if quick else study
     host, started = host_info(), time.monotonic()
     bars = progress_bars(24)
     ids = dict[str, TaskID]()

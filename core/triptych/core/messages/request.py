@@ -296,6 +296,26 @@ class ModalityReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClassShares:
+    """Shares of the tokens of a compressed prompt by what became of them, which add up to 1.
+
+    Means over head rows, since each of them has classes of its own.
+
+    Source: DiffKV, figure 12
+    """
+
+    recent: float
+    """The sink and the newest tokens; all of them if the policy keeps 16 bits."""
+    high: float
+    """Those in high pages, and in pages of a cached prefix."""
+    low: float = 0.0
+    merged: float = 0.0
+    """Tokens of chunks that became one token each."""
+    pruned: float = 0.0
+    """Tokens that no page holds, those before a sliding window included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionReport:
     """Policy and bytes of one compressed request."""
 
@@ -311,3 +331,5 @@ class CompressionReport:
     """High tokens that became low because memory was short, per head row, rounded up."""
     modalities: tuple[ModalityReport, ...] = ()
     """Text and images of a prompt that has images; empty for text alone."""
+    classes: ClassShares | None = None
+    """Shares of the prompt's tokens by class; None: the stage did not count them."""

@@ -294,7 +294,7 @@ class PromptTokensDetails(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Compression(_message.Message):
-    __slots__ = ("policy", "ratio", "raw_bytes", "stored_bytes", "estimated_error", "shared_bytes", "floor", "lowered_tokens", "method", "choice")
+    __slots__ = ("policy", "ratio", "raw_bytes", "stored_bytes", "estimated_error", "shared_bytes", "floor", "lowered_tokens", "method", "choice", "classes")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +305,7 @@ class Compression(_message.Message):
     LOWERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
     policy: str
     ratio: float
     raw_bytes: int
@@ -315,7 +316,22 @@ class Compression(_message.Message):
     lowered_tokens: int
     method: str
     choice: MethodChoice
-    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., estimated_error: _Optional[_Union[EstimatedError, _Mapping]] = ..., shared_bytes: _Optional[int] = ..., floor: _Optional[str] = ..., lowered_tokens: _Optional[int] = ..., method: _Optional[str] = ..., choice: _Optional[_Union[MethodChoice, _Mapping]] = ...) -> None: ...
+    classes: ClassShares
+    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., estimated_error: _Optional[_Union[EstimatedError, _Mapping]] = ..., shared_bytes: _Optional[int] = ..., floor: _Optional[str] = ..., lowered_tokens: _Optional[int] = ..., method: _Optional[str] = ..., choice: _Optional[_Union[MethodChoice, _Mapping]] = ..., classes: _Optional[_Union[ClassShares, _Mapping]] = ...) -> None: ...
+
+class ClassShares(_message.Message):
+    __slots__ = ("recent", "high", "low", "merged", "pruned")
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    HIGH_FIELD_NUMBER: _ClassVar[int]
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    MERGED_FIELD_NUMBER: _ClassVar[int]
+    PRUNED_FIELD_NUMBER: _ClassVar[int]
+    recent: float
+    high: float
+    low: float
+    merged: float
+    pruned: float
+    def __init__(self, recent: _Optional[float] = ..., high: _Optional[float] = ..., low: _Optional[float] = ..., merged: _Optional[float] = ..., pruned: _Optional[float] = ...) -> None: ...
 
 class MethodChoice(_message.Message):
     __slots__ = ("method", "reason", "kl", "stored_bytes", "free_bytes", "link_bytes_s", "predicted_s")

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.samples import Sample
 
 from triptych.core.errors import TooManyRequests, TriptychError
-from triptych.core.messages import CompressionReport, Request, Tokens
+from triptych.core.messages import ClassShares, CompressionReport, Request, Tokens
 from triptych.deployments.http.errors import RequestFailed
 
 FINISH_REASONS = ("stop", "length", "abort")
@@ -102,6 +102,10 @@ class IngressMetrics:
         self.raw_bytes = counter(
             "kv_raw_bytes", "Bytes of keys and values before compression.")
         self.stored_bytes = counter("kv_stored_bytes", "Bytes of keys and values as stored.")
+        self.class_raw_bytes = counter(
+            "kv_raw_bytes_by_class",
+            "Bytes of keys and values of prompts before compression, by class of their tokens: "
+            "recent, high, low, merged or pruned.", "token_class")
         self.method_choices = counter(
             "compression_method_choices",
             "Choices whose prompt was compressed, by compression method.", "method")
@@ -125,6 +129,8 @@ class IngressMetrics:
         for method in methods:
             for each in self.by_method:
                 each.labels(method)
+        for name in ClassShares.__dataclass_fields__:
+            self.class_raw_bytes.labels(name)
         for reason in FINISH_REASONS:
             self.success.labels(reason)
         for reason in REJECTION_REASONS:
@@ -143,6 +149,8 @@ class IngressMetrics:
             self.stored_bytes.inc(stored)
             for each, value in zip(self.by_method, (1, report.raw_bytes, stored), strict=True):
                 each.labels(report.policy).inc(value)
+            for name, share in asdict(report.classes).items() if report.classes else ():
+                self.class_raw_bytes.labels(name).inc(share * report.raw_bytes)
 
     def snapshot(self) -> dict[str, object]:
         """All values, for the dashboard. Histogram counts are cumulative, as in Prometheus."""

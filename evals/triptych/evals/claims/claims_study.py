@@ -4,7 +4,7 @@ Each part returns named figures for a draw of texts; means and intervals are ove
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from triptych.core.config import AppConfig, ModelConfig, require
 from triptych.core.errors import ConfigError
@@ -13,6 +13,7 @@ from triptych.evals.claims.draw import ClaimModel, Draw
 from triptych.evals.claims.head_sparsity import dynamic_over_static
 from triptych.evals.claims.integer_products import integer_products
 from triptych.evals.claims.long_answers import drift
+from triptych.evals.claims.precision_levels import four_levels
 from triptych.evals.claims.scorer_memory import scorer_peaks
 from triptych.evals.claims.token_classes import token_classes
 from triptych.evals.data.texts import Split, text_hash
@@ -50,16 +51,24 @@ class ClaimsStudy:
     """Tokens of the long answers."""
     scorer_tokens: int = 2048
     """Tokens of the prompt whose memory is measured."""
+    ablation_documents: int = 1
+    """Texts of each draw in the ablation, which runs most methods."""
     split: Split = "evaluation"
 
     def __post_init__(self) -> None:
         require(2 <= self.seeds <= len(T_975) + 1, "seeds", self.seeds, f"2 to {len(T_975) + 1}")
         require(self.documents >= 1, "documents", self.documents, ">= 1")
-        require(self.steps >= 1, "steps", self.steps, ">= 1")
+        require(self.steps >= 2, "steps", self.steps, ">= 2")
+        most = self.ablation_documents
+        require(most >= 1, "ablation_documents", most, ">= 1")
         for part in self.parts:
             if part not in (*PARTS, ABLATION):
                 expected = sorted((*PARTS, ABLATION))
                 raise ConfigError(f"part {part!r}: expected one of {expected}")
+
+    def quick(self) -> "ClaimsStudy":
+        """The same parts with fewer and shorter texts: about a quarter of the time."""
+        return replace(self, seeds=3, documents=2, steps=32, answer_tokens=256, scorer_tokens=1024)
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -81,11 +90,14 @@ class ClaimsStudy:
             axes=AXES,
             seeds=self.seeds,
             context=self.context,
-            documents=self.documents,
+            documents=self.ablation_documents,
             steps=self.steps,
             tasks=(),
         )
 
+
+MEMORY_DRAWS = 2
+"""Draws in which memory is measured: it hardly depends on the text."""
 
 Measure = Callable[[Draw, ClaimsStudy], Mapping[str, float]]
 
@@ -94,11 +106,14 @@ PARTS: dict[str, Measure] = {
     "critical": lambda draw, _study: critical_tokens(draw),
     "sparsity": lambda draw, _study: dynamic_over_static(draw),
     "classes": lambda draw, _study: token_classes(draw),
-    "memory": lambda draw, study: scorer_peaks(draw, study.scorer_tokens),
+    "four_levels": lambda draw, _study: four_levels(draw),
+    "memory": lambda draw, study: (
+        scorer_peaks(draw, study.scorer_tokens) if draw.seed <= MEMORY_DRAWS else {}
+    ),
     "drift": lambda draw, study: drift(draw, study.answer_tokens),
     "products": lambda draw, _study: integer_products(draw),
 }
-"""By part: the figures of a draw."""
+"""By part: the figures of a draw; none where it is not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +151,8 @@ def measure_claims(study: ClaimsStudy, begin: Begin, advance: Advance) -> Claims
     values: dict[str, list[Mapping[str, float]]] = {part: [] for part in parts}
     for draw in study.draws() if parts else ():
         for part in parts:
-            values[part].append(PARTS[part](draw, study))
+            if found := PARTS[part](draw, study):
+                values[part].append(found)
             advance(part, 1)
     is_ablated = ABLATION in study.chosen
     return ClaimsResults(
@@ -151,7 +167,7 @@ def measure_claims(study: ClaimsStudy, begin: Begin, advance: Advance) -> Claims
 
 def _figures(part: str, draws: Sequence[Mapping[str, float]]) -> Iterator[ClaimFigure]:
     """Figures that all draws have: a draw of few texts may lack a kind of text."""
-    for name in draws[0]:
+    for name in draws[0] if draws else ():
         found = [draw[name] for draw in draws if name in draw]
         if len(found) == len(draws):
             yield ClaimFigure(part=part, name=name, stats=SeedStats.of(found))

@@ -1,6 +1,7 @@
-"""Which share of a prompt's tokens is high, low or dropped, and the bytes that they take."""
+"""Which share of a prompt's tokens is high, low or pruned, and the bytes that they take."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from statistics import fmean
 
@@ -11,7 +12,8 @@ from triptych.evals.data.tasks import NOUNS
 from triptych.evals.methods.method_names import parse_method
 from triptych.evals.methods.served_engines import EngineMethod, compressed_prompts
 from triptych.evals.metrics.footprint import of_handle
-from triptych.evals.metrics.fragmentation import class_tokens, page_waste
+from triptych.evals.metrics.fragmentation import page_waste
+from triptych.workers.compress.class_report import class_shares
 
 METHODS = ("default", "default+alpha_low=0.1", "leankv")
 PROSE = "pydoc@"
@@ -21,7 +23,7 @@ PROSE = "pydoc@"
 def token_classes(draw: Draw) -> Mapping[str, float]:
     """By method and kind of text: shares of the classes, bytes, and what pages waste.
 
-    A share is one of all tokens in all head rows; the four add up to 1. Bytes are those of whole
+    A share is one of all tokens in all head rows; they add up to 1. Bytes are those of whole
     pages and tables, for a token of all head rows. The waste is the share of high and low pages
     that holds no token: in unified pages, and in pages of slots of one size.
 
@@ -39,20 +41,11 @@ def token_classes(draw: Draw) -> Mapping[str, float]:
 def _figures(handle: KVHandle, plan: PagePlan) -> Mapping[str, float]:
     waste = page_waste(handle, plan)
     return {
-        **class_shares(handle, plan),
+        **asdict(class_shares(handle, plan)),
         "bytes per token": of_handle(handle, plan).all_in_bytes / handle.tokens,
         "waste of unified pages": waste.unified_waste,
         "waste of fixed slots": waste.fixed_waste,
     }
-
-
-def class_shares(handle: KVHandle, plan: PagePlan) -> Mapping[str, float]:
-    """Shares of all tokens of all head rows, which add up to 1."""
-    recent, *classes = (sum(row) for row in class_tokens(handle, plan))
-    total = handle.tokens * plan.geometry.head_rows
-    high, low = (*classes, 0, 0)[:2]
-    parts = {"high": high, "low": low, "recent": recent, "dropped": total - high - low - recent}
-    return {part: count / total for part, count in parts.items()}
 
 
 def _compressed(draw: Draw) -> Iterator[tuple[str, str, Sequence[KVHandle], PagePlan]]:

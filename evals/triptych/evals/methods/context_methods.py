@@ -110,18 +110,28 @@ class Pruning:
         return replaced, _footprint(cache, [(form, at.numel())])
 
 
+ROUNDING = 1e-6
+"""Of a token: sums of shares are not exact."""
+
+Levels = tuple[tuple[PageFormat, float], ...]
+"""Formats, and the share of the tokens in each, the most significant first; others are dropped."""
+
+
+def two_levels(low: PageFormat, high: PageFormat, high_share: float) -> Levels:
+    """Some tokens in a high format, and all others in a low one."""
+    return (high, high_share), (low, 1.0 - high_share)
+
+
 @dataclass(frozen=True)
 class Classes:
-    """The most significant tokens of all head rows in one format, the others in a smaller one.
+    """The most significant tokens of all head rows in one format, the others in smaller ones.
 
-    One threshold serves all head rows, as DiffKV's does. Keys and values are rotated and keys are
-    centred before they are rounded, as in the server.
+    One threshold of a level serves all head rows, as DiffKV's does. Keys and values are rotated and
+    keys are centred before they are rounded, as in the server.
     """
 
     name: str
-    low: PageFormat
-    high: PageFormat
-    high_share: float
+    levels: Levels
     """Of the tokens that are neither sinks nor newest."""
     centre: Tensor
     """Mean key of each head, [L, KH, d]."""
@@ -130,24 +140,31 @@ class Classes:
     def replace(self, cache: RequestCache) -> tuple[ReplacedCache, Footprint]:
         scores = _protected(self.significance(cache), -float("inf"))
         inner = scores.isfinite()
-        is_high = torch.zeros(scores.numel(), dtype=torch.bool)
-        count = int(self.high_share * int(inner.sum()))
-        is_high[scores.flatten().topk(count).indices] = True
-        is_high = is_high.view_as(scores)
-        parts = [(self.low, inner & ~is_high), (self.high, inner & is_high), (PROTECTED, ~inner)]
-        replaced = self._rounded(cache, parts)
+        count = int(inner.sum())
+        ordered = scores.flatten().argsort(descending=True)[:count]
+        parts, first, share = [(PROTECTED, ~inner)], 0, 0.0
+        for form, part in self.levels:
+            share += part
+            end = int(share * count + ROUNDING)
+            mask = torch.zeros(scores.numel(), dtype=torch.bool)
+            mask[ordered[first:end]] = True
+            parts.append((form, mask.view_as(scores)))
+            first = end
+        dropped = torch.zeros(scores.numel(), dtype=torch.bool)
+        dropped[ordered[first:]] = True
+        replaced = self._rounded(cache, parts, dropped.view_as(scores))
         return replaced, _footprint(cache, [(form, int(mask.sum())) for form, mask in parts])
 
     def _rounded(
-        self, cache: RequestCache, parts: list[tuple[PageFormat, Tensor]]
+        self, cache: RequestCache, parts: list[tuple[PageFormat, Tensor]], dropped: Tensor
     ) -> ReplacedCache:
         turn, centre = hadamard(cache.keys.shape[3]), self.centre[:, :, None]
         keys, values = (cache.keys - centre) @ turn, cache.values @ turn
         for form, mask in parts:
-            if form.is_quantized:
+            if form.is_quantized and mask.any():
                 keys[mask] = decode(encode(keys[mask], form.key_bits, form.key_groups))
                 values[mask] = decode(encode(values[mask], form.value_bits, form.value_groups))
-        bias = torch.zeros(keys.shape[:3])
+        bias = torch.zeros(keys.shape[:3]).masked_fill(dropped, float("-inf"))
         return ReplacedCache(keys @ turn + centre, values @ turn, bias)
 
 
@@ -166,8 +183,9 @@ def classes_at(name: str, bytes_ratio: float, tokens: int, centre: Tensor) -> Cl
     for low, high in pairwise(LADDER):
         least, most = (form.token_bytes(dim) for form in (low, high))
         if each <= most:
-            return Classes(name, low, high, max(0.0, (each - least) / (most - least)), centre)
-    return Classes(name, LADDER[-2], LADDER[-1], 1.0, centre)
+            share = max(0.0, (each - least) / (most - least))
+            return Classes(name, two_levels(low, high, share), centre)
+    return Classes(name, two_levels(LADDER[-2], LADDER[-1], 1.0), centre)
 
 
 def _protected(scores: Tensor, value: float) -> Tensor:

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from triptych.core.handles import KVHandle, PageRun
+from triptych.core.handles import KVHandle
 from triptych.core.layout import PageLayout
 from triptych.core.pages import PagePlan
+from triptych.workers.compress.class_report import class_tokens
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,6 @@ class PageWaste:
         return 1 - self.used_bytes / self.fixed_bytes if self.fixed_bytes else 0.0
 
 
-def class_tokens(handle: KVHandle, plan: PagePlan) -> Sequence[Sequence[int]]:
-    """Tokens of each head row: recent ones, then those of each class, high first.
-
-    Pages of a cached prefix come last in a handle, and count with the high ones.
-    """
-    rows = [_tokens(run) for run in handle.runs]
-    classes, fixed = rows[: 1 + len(plan.classes)], rows[1 + len(plan.classes) :]
-    for extra in fixed:
-        classes[1] = [a + b for a, b in zip(classes[1], extra, strict=True)]
-    return classes
-
-
 def page_waste(handle: KVHandle, plan: PagePlan) -> PageWaste:
     """Waste of the high and low pages of a prompt.
 
@@ -61,10 +48,6 @@ def page_waste(handle: KVHandle, plan: PagePlan) -> PageWaste:
         unified_bytes=_bytes(plan.classes, rows),
         fixed_bytes=fixed * plan.page_bytes,
     )
-
-
-def _tokens(run: PageRun) -> list[int]:
-    return np.frombuffer(run.tokens, "<i4").tolist()
 
 
 def _bytes(layouts: Sequence[PageLayout], rows: Sequence[Sequence[int]]) -> int:

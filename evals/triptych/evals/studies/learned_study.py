@@ -32,6 +32,7 @@ from triptych.evals.methods.context_methods import (
     arbitrary,
     classes_at,
     measured,
+    two_levels,
 )
 from triptych.evals.methods.replaced_cache import ReplacedAttention, ReplacedCache
 from triptych.evals.metrics.fidelity import Steps, Summary, compare, summarize
@@ -205,7 +206,7 @@ def _row(name: str, record: _Record) -> LearnedRow:
 def _methods(
     study: LearnedStudy, facts: ModelFacts
 ) -> tuple[list[ContextMethod], list[ArtefactRecord]]:
-    centre = _mean_keys(study.model, facts)
+    centre = profile_mean_keys(study.model, facts)
     methods, records = list[ContextMethod](), list[ArtefactRecord]()
     predicted: Predicted | None = None
     if study.scorer is not None:
@@ -245,7 +246,7 @@ def _scored(predicted: Predicted, centre: Tensor) -> list[ContextMethod]:
         for name, kind in kinds.items()
     ]
     classes = [
-        Classes(f"classes:{name}@{share:g}", LOW, HIGH, share, centre, kind)
+        Classes(f"classes:{name}@{share:g}", two_levels(LOW, HIGH, share), centre, kind)
         for share in HIGH_SHARES
         for name, kind in kinds.items()
     ]
@@ -270,7 +271,7 @@ def _unlearned(
     ]
 
 
-def _mean_keys(model: str, facts: ModelFacts) -> Tensor:
+def profile_mean_keys(model: str, facts: ModelFacts) -> Tensor:
     """Mean keys of the model's profile; zeros without one: [L, KH, d]."""
     config = AppConfig(model=ModelConfig(name=model))
     profile = find_profile(config, facts)

@@ -111,6 +111,8 @@ async def test_a_completion_has_text_usage_and_what_compression_did(stub: Tripty
     assert (choice.text, choice.finish_reason) == ("abc", "length")
     assert answer.usage.completion_tokens == 3
     assert (answer.usage.compression.policy, answer.usage.compression.ratio) == ("uniform:k8v4", 3)
+    classes = answer.usage.compression.classes
+    assert (classes.recent, classes.high, classes.low, classes.pruned) == (0.25, 0.5, 0.125, 0.125)
     assert answer.usage.HasField("prompt_tokens_details")
     assert answer.id.startswith("cmpl-")
     assert dict(await call.trailing_metadata())["x-request-id"] == "mine"

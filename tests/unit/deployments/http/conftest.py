@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from triptych.core.config import IngressConfig
 from triptych.core.images import Image
 from triptych.core.messages import (
+    ClassShares,
     CompressionReport,
     Failed,
     PromptLogprobs,
@@ -166,7 +167,10 @@ class FakeEngine:
             cached_tokens=0 if step else self.cached_tokens,
             prompt_logprobs=None if step else scores(request),
             compression=CompressionReport(
-                policy=request.method or "uniform:k8v4", raw_bytes=3000, stored_bytes=1000
+                policy=request.method or "uniform:k8v4",
+                raw_bytes=3000,
+                stored_bytes=1000,
+                classes=ClassShares(recent=0.25, high=0.5, low=0.125, pruned=0.125),
             )
             if last or stop
             else None,

@@ -39,6 +39,7 @@ def test_chat_answers_whole_and_says_what_compression_did(client, engine):
         "stored_bytes": 1000,
         "floor": "low",
         "lowered_tokens": 0,
+        "classes": {"recent": 0.25, "high": 0.5, "low": 0.125, "merged": 0.0, "pruned": 0.125},
         "estimated_error": None,
     }
 
@@ -76,6 +77,7 @@ def test_streamed_chat_says_the_same_as_the_whole_one(client, engine):
     assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * 5 + ["length"]
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 4
+    assert chunks[-1].usage.model_extra["compression"]["classes"]["high"] == 0.5
     assert len({chunk.id for chunk in chunks}) == 1
 
 

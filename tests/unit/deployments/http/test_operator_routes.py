@@ -82,6 +82,8 @@ def test_version(http, engine):
         ('triptych_request_success_total{finished_reason="length"}', 2),
         ("triptych_kv_raw_bytes_total", 6000),
         ("triptych_kv_stored_bytes_total", 2000),
+        ('triptych_kv_raw_bytes_by_class_total{token_class="high"}', 3000),
+        ('triptych_kv_raw_bytes_by_class_total{token_class="pruned"}', 750),
     ],
 )
 def test_an_answer_is_counted(http, engine, name, grows_by):

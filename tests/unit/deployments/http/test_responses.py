@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.core.messages import CompressionReport, Request, Sampling, TokenLogprob, Tokens
+from triptych.core.messages import (
+    ClassShares,
+    CompressionReport,
+    Request,
+    Sampling,
+    TokenLogprob,
+    Tokens,
+)
 from triptych.core.profile import Fidelity
 from triptych.deployments.http.json_frames import dump_json
 from triptych.deployments.http.openai.chat_logprobs import ChatLogprobs
@@ -201,6 +208,25 @@ def test_compression_is_summed_over_choices():
         },
     }
     assert "compression" not in usage(7, choices[1:2])
+
+
+def test_shares_of_classes_weigh_prompts_by_their_length():
+    long = ClassShares(recent=0.1, high=0.2, low=0.4, pruned=0.3)
+    short = ClassShares(recent=0.9, high=0.1)
+    reports = [
+        CompressionReport(policy="diffkv", raw_bytes=300, stored_bytes=9, classes=long),
+        None,
+        CompressionReport(policy="diffkv", raw_bytes=100, stored_bytes=9, classes=short),
+    ]
+    choices = [Choice(index=i, ids=[1], compression=r) for i, r in enumerate(reports)]
+    expected = {"recent": 0.3, "high": 0.175, "low": 0.3, "merged": 0.0, "pruned": 0.225}
+    assert usage(7, choices)["compression"]["classes"] == pytest.approx(expected)
+    assert (
+        "classes"
+        not in usage(7, [replace(choices[1], compression=replace(reports[0], classes=None))])[
+            "compression"
+        ]
+    )
 
 
 def test_what_is_shared_stands_beside_what_is_stored():

@@ -10,7 +10,8 @@ import torch
 from triptych.core.config import AppConfig, PoolConfig
 from triptych.core.errors import ConfigError
 from triptych.core.handles import KVHandle, LeaseId, LeaseRef, PageRun
-from triptych.core.layout import Geometry
+from triptych.core.layout import FORMATS, Geometry
+from triptych.core.messages import ClassShares
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 from triptych.evals.claims.attention_shape import context_weights, critical_shares
@@ -24,10 +25,17 @@ from triptych.evals.claims.claims_study import (
 from triptych.evals.claims.draw import ClaimModel, Draw
 from triptych.evals.claims.head_sparsity import kept
 from triptych.evals.claims.integer_products import integer_products
+from triptych.evals.claims.precision_levels import (
+    DROPPED,
+    FAMILIES,
+    four_levels,
+    kl_of,
+    settings,
+)
 from triptych.evals.claims.scorer_memory import scorer_peaks
-from triptych.evals.claims.token_classes import class_shares
 from triptych.evals.metrics.fragmentation import page_waste
 from triptych.evals.studies.ablation import AXES as ALL_AXES
+from triptych.workers.compress.class_report import class_shares
 
 SMALL = AppConfig(pool=PoolConfig(kv_cache_memory_bytes=16 << 20))
 GEOMETRY = Geometry(layers=1, kv_heads=2, head_dim=64)
@@ -48,10 +56,8 @@ def handle(tokens: int, **counts: list[int]) -> KVHandle:
 
 def test_shares_of_classes_add_up_to_one() -> None:
     found = class_shares(handle(200, k8v8=[20, 20], k8v4=[100, 30], k4v2=[50, 40]), PLAN)
-    assert found["high"] == 130 / 400
-    assert found["low"] == 90 / 400
-    assert found["recent"] == 40 / 400
-    assert found["dropped"] == pytest.approx(140 / 400)
+    shares = ClassShares(recent=40 / 400, high=130 / 400, low=90 / 400, pruned=140 / 400)
+    assert found == shares
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -156,6 +162,43 @@ def test_parts_and_axes_are_those_that_there_are() -> None:
     assert ClaimsStudy(parts=("drift", "ranges")).chosen == ("ranges", "drift")
     assert ClaimsStudy().chosen == (*PARTS, "ablation")
     assert ClaimsStudy(seeds=3).ablation().axes == AXES
+    assert ClaimsStudy(documents=9, ablation_documents=2).ablation().documents == 2
+    quick = ClaimsStudy(model="m", parts=("drift",), split="test").quick()
+    assert (quick.model, quick.parts, quick.split) == ("m", ("drift",), "test")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bytes_each", [58.0, 64.0, 80.0])
+def test_levels_of_all_families_take_the_same_bytes(family: str, bytes_each: float) -> None:
+    for levels in settings(family, bytes_each, 64):
+        sizes = [form.token_bytes(64) for form, _ in levels]
+        assert sizes == sorted(sizes, reverse=True)
+        assert sum(size * share for size, (_, share) in zip(sizes, levels, strict=True)) == (
+            pytest.approx(bytes_each)
+        )
+        assert any(
+            sum(share for _, share in levels) == pytest.approx(1 - dropped) for dropped in DROPPED
+        )
+        assert all(share >= 0 for _, share in levels)
+
+
+def test_kl_of_levels_falls_with_their_bytes(draw: Draw) -> None:
+    texts = range(2)
+    kl = [kl_of(draw, ((FORMATS[name], 1.0),), texts) for name in ("k4v2", "k4v4", "k8v8", "fp16")]
+    assert kl == sorted(kl, reverse=True)
+    assert kl[3] < kl[0] / 20  # sinks and newest tokens have 8 bits
+    dropped = kl_of(draw, ((FORMATS["fp16"], 0.5),), texts)
+    assert dropped > kl[3]
+
+
+def test_levels_are_compared_at_equal_bytes(draw: Draw) -> None:
+    found = four_levels(draw)
+    shares = {name.partition(" of FP16")[0] for name in found}
+    assert len(shares) == 3
+    for name, value in found.items():
+        assert value > 0 if name.endswith("KL") else value < 1
+    families = {name.split(", ", 1)[1].rpartition(":")[0] for name in found}
+    assert families == set(FAMILIES)
 
 
 @pytest.mark.slow

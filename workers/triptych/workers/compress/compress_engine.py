@@ -43,6 +43,7 @@ from triptych.kernels.pages import segments
 from triptych.kernels.prefill.significance import ALWAYS_HIGH
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.compress.attention_predictor import AttentionPredictor
+from triptych.workers.compress.class_report import class_shares
 from triptych.workers.compress.job import (
     ClassPlan,
     EarlyEncode,
@@ -527,14 +528,15 @@ class CompressEngine:
         self, job: Job, runs: list[Run], fixed: Run | None, lease_ref: LeaseRef
     ) -> Send:
         job.shared = None  # its pin belongs to the request now
+        handle = make_handle(lease_ref, runs, job.tokens, fixed)
         report = CompressionReport(
             policy=job.plan.policy.name,
             raw_bytes=self.plan.raw_bytes(job.tokens),
             stored_bytes=job.total_pages * self.plan.page_bytes,
             shared_bytes=lease_ref.shared * self.plan.page_bytes,
             modalities=modality_reports(job, self.plan) if job.segments else (),
+            classes=class_shares(handle, job.plan, job.groups),
         )
-        handle = make_handle(lease_ref, runs, job.tokens, fixed)
         return Send(ROUTER, Compressed(request=job.request, handle=handle, report=report))
 
 

@@ -150,7 +150,22 @@ def _compression(choices: Sequence[Choice]) -> Json:
         result["choice"] = asdict(choices[0].choice)
     if reports[0].modalities:
         result["modalities"] = _modalities(reports)
+    if classes := _classes(reports):
+        result["classes"] = classes
     return result
+
+
+def _classes(reports: Sequence[CompressionReport]) -> Json:
+    """Shares of the tokens of all prompts by class; empty if no stage counted them.
+
+    A choice weighs as much as its prompt is long.
+    """
+    counted = [(one.raw_bytes, asdict(one.classes)) for one in reports if one.classes]
+    total = sum(raw for raw, _ in counted)
+    return {
+        name: round(sum(raw * shares[name] for raw, shares in counted) / total, 4)
+        for name in (counted[0][1] if counted else ())
+    }
 
 
 def _modalities(reports: Sequence[CompressionReport]) -> Json:

@@ -137,7 +137,7 @@ class LockedPool:
                 self._checkpoints[name] = checkpoint
             return Registered(
                 worker=worker,
-                arena=self.page_pool.arena_id,
+                arena=self.page_pool.pool_id,
                 pages=self.page_pool.pages,
                 page_bytes=self.page_pool.page_bytes,
                 lease_ttl_s=self.page_pool.lease_ttl_s,

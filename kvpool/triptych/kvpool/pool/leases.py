@@ -255,7 +255,7 @@ class LeaseTable:
             self.free_lists[0].free(ids)
             return
         arenas = self._arenas_of(ids)
-        for index in np.unique(arenas).tolist():
+        for index in map(int, np.unique(arenas)):
             self.free_lists[index].free(ids[arenas == index])
 
     def commit(

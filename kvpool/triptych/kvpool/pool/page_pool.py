@@ -389,6 +389,11 @@ class Pool:
         return len(self._leases.free_lists[self._workers.require(worker).home])
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Pages of each arena."""
+        return tuple(free.capacity for free in self._leases.free_lists)
+
+    @property
     def arenas(self) -> tuple[str, ...]:
         """Ids of all arenas, in the order of their pages."""
         return self._leases.arenas

@@ -9,6 +9,7 @@ Source: CUDA driver API, "Virtual Memory Management" (CUDA 12.2 and later for ho
 """
 
 import ctypes
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,6 +18,8 @@ from typing import Any
 from triptych.core.errors import PoolError
 from triptych.kvpool.pool.device_arenas import HOST
 from triptych.kvpool.pool.processes import ProcessKey
+
+logger = logging.getLogger(__name__)
 
 _PINNED, _DESCRIPTOR, _READ_WRITE = 1, 1, 3
 """``CU_MEM_ALLOCATION_TYPE_PINNED``, ``CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR``,
@@ -116,6 +119,10 @@ class CudaDriver:
                 self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, ordinal)
                 if not value.value:
                     return f"GPU {name} has no {what}"
+            try:
+                self._pids(name)
+            except PoolError as error:
+                return f"dead workers could not be fenced: {error}"
         return self._unreachable(devices)
 
     def _unreachable(self, devices: Sequence[str]) -> str:
@@ -178,7 +185,11 @@ class CudaDriver:
 
         Pids are those of this process's pid namespace.
         """
-        return all(process.pid not in self._pids(name) for name in self.devices)
+        try:
+            return all(process.pid not in self._pids(name) for name in self.devices)
+        except PoolError as error:
+            logger.warning("pages of process %d are not free yet: %s", process.pid, error)
+            return False
 
     def _pids(self, device: str) -> set[int]:
         """Processes that have a context on a GPU."""
@@ -189,7 +200,7 @@ class CudaDriver:
         try:
             library = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError as error:
-            raise PoolError(f"no NVML, so dead workers cannot be fenced: {error}") from error
+            raise PoolError(f"no NVML ({error})") from error
         for error in (
             library.nvmlInit_v2(),
             library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)),

@@ -149,7 +149,7 @@ class DeviceArenas(Arena):
         """Raises: PoolError if the driver refuses."""
         self.id, self.shape, self.device = pool_id, shape, device
         self.pages, self.page_bytes = sum(shape.pages), shape.page_bytes
-        self._driver = driver
+        self.driver = driver
         sizes = [nbytes for _, nbytes in shape.parts]
         self._address = driver.map(list(zip(descriptors, sizes, strict=True)), device)
         self._nbytes = sum(sizes)
@@ -172,6 +172,10 @@ class DeviceArenas(Arena):
         pages = (ctypes.c_uint8 * self.shape.parts[0][1]).from_address(self.address)
         return np.frombuffer(memoryview(pages), np.uint8).reshape(-1, self.page_bytes)
 
+    def arenas_of(self, ids: NDArray[np.int32]) -> NDArray[np.intp]:
+        """Index of the arena of each page."""
+        return np.searchsorted(np.cumsum(self.shape.pages), ids, side="right")
+
     def will_need(self, ids: NDArray[np.int32]) -> None:
         """Do nothing: all pages are there."""
 
@@ -184,7 +188,7 @@ class DeviceArenas(Arena):
     def close(self) -> None:
         """Unmap the pages."""
         if self._address:
-            self._driver.unmap(self._address, self._nbytes)
+            self.driver.unmap(self._address, self._nbytes)
             self._address = 0
 
 

@@ -142,14 +142,16 @@ class LockedPool:
     ) -> Registered:
         """Register a worker, with memory for its checkpoint if it wants some.
 
-        Raises: PoolError if no arena is on ``device``, or what an earlier process of this name has
-            queued may still be written
+        Raises: PoolError if arenas are on other devices than ``device``, or what an earlier
+            process of this name has queued may still be written
         """
         if name in OWN_WORKERS:
             raise PoolError(f"worker {name!r}: the name is the pool's own")
-        if device and device not in self._devices:
-            raise PoolError(f"the pool has no arena on {device!r}: it has {self._devices}")
-        home = arena_id(self.page_pool.pool_id, 1 + self._devices.index(device)) if device else ""
+        home = ""
+        if device and self._devices:
+            if device not in self._devices:
+                raise PoolError(f"the pool has no arena on {device!r}: it has {self._devices}")
+            home = arena_id(self.page_pool.pool_id, 1 + self._devices.index(device))
         with self.lock:
             before = self.page_pool.process_of(name)
         if before not in (None, process):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.fake_driver import FakeDriver
 from tests.interpreter import round_to_nearest
 from triptych.kernels import OPS, Op
 from triptych.kernels.triton import launch
 from triptych.kernels.triton.launch import Launch
+from triptych.kvpool import Arena, DeviceArenas
 from triptych.workers.device import Bytes, Captured, Device, Numbers
 
 _setup_privateuseone_for_python_backend("far")
@@ -34,6 +37,9 @@ _asked: list[str] = []
 """All that was asked: kernels, ``PUT``, ``WAIT``, ``REPLAY``."""
 _captured: list[tuple[str, Callable[[], Any]]] | None = None
 """What a graph that is being captured will do, by name; None: no graph is."""
+
+_arenas = WeakSet[DeviceArenas]()
+"""Checked before each kernel: the driver raises if this process may not use their memory."""
 
 PUT, WAIT, REPLAY = "put", "wait", "replay"
 
@@ -182,6 +188,13 @@ class FarDevice(Device):
     def share(self, memory: Bytes) -> Tensor:
         return FarTensor(torch.from_numpy(memory))
 
+    def share_arena(self, arena: Arena) -> Tensor:
+        if not isinstance(arena, DeviceArenas):
+            return super().share_arena(arena)
+        assert isinstance(arena.driver, FakeDriver)
+        _arenas.add(arena)
+        return FarTensor(torch.from_numpy(arena.driver.array(arena)))
+
     def put(self, numbers: Numbers) -> Tensor:
         _refuse_in_graph(PUT)
         _asked.append(PUT)
@@ -252,10 +265,15 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Device:
 def quick_far() -> Iterator[Device]:
     """The device, with the kernels of the CPU: a hundred times as fast."""
     with pytest.MonkeyPatch.context() as patch:
-        for op in _ops_of_gpus():
-            patch.setitem(op.loaded, "far", partial(_run_near, op.name, op.on("cpu")))
-        patch.setattr(torch, "inference_mode", torch.no_grad)
-        yield FarDevice()
+        yield quick_device(patch)
+
+
+def quick_device(patch: pytest.MonkeyPatch) -> Device:
+    """The device with the kernels of the CPU, in any process."""
+    for op in _ops_of_gpus():
+        patch.setitem(op.loaded, "far", partial(_run_near, op.name, op.on("cpu")))
+    patch.setattr(torch, "inference_mode", torch.no_grad)
+    return FarDevice()
 
 
 def _ops_of_gpus() -> list[Op[..., Any]]:
@@ -304,6 +322,9 @@ def _with_slots_only(name: str, kernel: Any, args: list[Any], kwargs: dict[str, 
 
 
 def _check_all_far(name: str, values: Iterable[Any]) -> None:
+    for arena in [one for one in _arenas if one._address]:
+        assert isinstance(arena.driver, FakeDriver)
+        arena.driver.check(arena)
     kinds = {type(item) for item in values if isinstance(item, Tensor)}
     assert kinds <= {FarTensor}, f"{name}: tensors of far and of others"
 

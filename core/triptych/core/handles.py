@@ -6,6 +6,16 @@ from typing import NewType
 LeaseId = NewType("LeaseId", int)
 
 
+def arena_id(pool: str, index: int) -> str:
+    """Id of an arena of a pool. The first one is called as its pool is."""
+    return f"{pool}/{index}" if index else pool
+
+
+def pool_of(arena: str) -> str:
+    """The pool that an arena belongs to. Workers of a pool read and write all of its arenas."""
+    return arena.partition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseRef:
     """The right to a lease's pages: a later ``generation`` makes an earlier reference stale.
@@ -15,7 +25,7 @@ class LeaseRef:
     """
 
     arena: str
-    """Which arena the pages lie in, unique per pool process and start."""
+    """Which arena the pages lie in, unique per pool process and start (``arena_id``)."""
 
     lease: LeaseId
     """The lease that they are in."""

@@ -107,7 +107,8 @@ class PagePlan:
             geometry,
             geometry.page_bytes(on_disk=bool(config.pool.arena_path)) if page == "auto" else page,
             default,
-            share_pages=config.pool.share_pages,
+            # Decode would read pages in host memory over the bus at each step.
+            share_pages=config.pool.share_pages and config.pool.arena == "host",
             repeatable_prompts=config.pool.repeatable_prompts,
             keeps_answers=config.pool.keep_answers != "never",
             head_budgets=_head_budgets(config, profile),
@@ -119,7 +120,9 @@ class PagePlan:
             one.check_formats()
         plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
         compress = any(one.compresses for one in plan.by_method.values())
-        if is_plain and compress and not plan.prefix_bytes:
+        # A group of layers is encoded before its decode worker, and with it an arena, is chosen.
+        in_parts = is_plain and config.pool.arena == "host"
+        if in_parts and compress and not plan.prefix_bytes:
             chunk_tokens = config.prefill.max_num_batched_tokens
             layers = config.experimental.layers_at_once
             plan = replace(plan, chunk_tokens=chunk_tokens, layers_at_once=layers)

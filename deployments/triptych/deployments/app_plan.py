@@ -136,9 +136,19 @@ class AppPlan:
     def bookable_bytes(self) -> int:
         """Page memory that requests may reserve: all but free lists and the caches of prefixes and
         of image features."""
-        features = self.encode_workers * self.config.encode.cache_bytes
-        kept = self._stock_bytes + self.pages.prefix_bytes + features
+        kept = self._stock_bytes
+        if self.config.pool.arena == "host":
+            kept += self.pages.prefix_bytes + self._features_bytes
         return self.pool_pages * self.pages.page_bytes - kept
+
+    @property
+    def host_arena_bytes(self) -> int:
+        """Host memory beside arenas on devices: caches, and blocks before they are published."""
+        return self.pages.prefix_bytes * 9 // 8 + self._features_bytes
+
+    @property
+    def _features_bytes(self) -> int:
+        return self.encode_workers * self.config.encode.cache_bytes
 
     @property
     def _stock_bytes(self) -> int:
@@ -178,7 +188,23 @@ class AppPlan:
         drops tokens that the floor keeps."""
         Windows.of(self.config, self.context_tokens)
         self._check_stock()
+        self._check_devices()
         self._check_floor()
+
+    def _check_devices(self) -> None:
+        """Raise ConfigError if a stage could not read pages on GPUs."""
+        config = self.config
+        actors = {"decode": config.decode.actor}
+        if config.topology != "colocated":
+            actors |= {"prefill": config.prefill.actor, "compressor": config.compressor.actor}
+            if self.encode_workers and config.encode.worker == "own":
+                actors["encode"] = config.encode.actor
+        without = [name for name, actor in actors.items() if not actor.num_gpus]
+        if config.pool.arena == "device" and without:
+            raise ConfigError(
+                f"pool.arena=device: {without[0]} has no GPU, and only GPUs access these pages: "
+                f"set {without[0]}.actor.num_gpus, or pool.arena to 'host'"
+            )
 
     def _check_floor(self) -> None:
         droppers = [offer.plugin for offer in self.offers if offer.on and offer.drops_tokens]

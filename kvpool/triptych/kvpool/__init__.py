@@ -2,6 +2,8 @@
 
 from triptych.kvpool.disk.tier import DiskSettings
 from triptych.kvpool.pool.arena import Arena
+from triptych.kvpool.pool.cuda_driver import CudaDriver
+from triptych.kvpool.pool.device_arenas import HOST, DeviceArenas, DeviceMemory, Driver
 from triptych.kvpool.pool.leases import About
 from triptych.kvpool.pool.stats import (
     DiskStats,
@@ -23,13 +25,18 @@ from triptych.kvpool.transfer.fetcher import Fetcher
 from triptych.kvpool.transfer.page_stream import bracketed
 
 __all__ = [
+    "HOST",
     "OWN_WORKERS",
     "PREFIX_WORKER",
     "About",
     "Access",
     "Arena",
+    "CudaDriver",
+    "DeviceArenas",
+    "DeviceMemory",
     "DiskSettings",
     "DiskStats",
+    "Driver",
     "Fetcher",
     "FoundPrefix",
     "LocalPool",

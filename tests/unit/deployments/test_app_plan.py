@@ -47,6 +47,18 @@ def test_requests_book_neither_stocks_nor_prefixes() -> None:
     without.check()
 
 
+def test_with_arenas_on_gpus_the_prefix_cache_takes_none_of_what_requests_book() -> None:
+    here, there = plan(), plan(arena="device")
+    assert there.bookable_bytes - here.bookable_bytes == here.pages.prefix_bytes
+    assert there.host_arena_bytes > here.pages.prefix_bytes
+    assert (here.pages.share_pages, there.pages.share_pages) == (True, False)
+    with pytest.raises(ConfigError, match=r"decode has no GPU.*decode\.actor\.num_gpus"):
+        there.check()
+    stages = {name: {"actor": {"num_gpus": 1}} for name in ("prefill", "compressor", "decode")}
+    settings = {"pool": {"kv_cache_memory_bytes": CAPACITY, "arena": "device"}, **stages}
+    replace(there, config=AppConfig.from_mapping(settings)).check()
+
+
 @pytest.mark.parametrize(
     ("pool", "says"),
     [

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError, PoolError
+from triptych.kvpool import Arena, DeviceArenas
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[Any]
@@ -45,6 +46,10 @@ class Device:
     def share(self, memory: Bytes) -> Tensor:
         """A tensor over memory that other processes map too."""
         return torch.from_numpy(memory)
+
+    def share_arena(self, arena: Arena) -> Tensor:
+        """A tensor over all pages of a pool, uint8 [pages, bytes of a page]."""
+        return self.share(arena.data)
 
     def put(self, numbers: Numbers) -> Tensor:
         """A tensor of an array: a view on the CPU, a copy elsewhere."""
@@ -104,6 +109,11 @@ class Gpu(Device):
         if mapped is None or mapped.memory.shape != memory.shape:
             mapped = self._mapped[address] = _Mapped(memory)
         return torch.as_tensor(mapped, device=self.name)
+
+    def share_arena(self, arena: Arena) -> Tensor:
+        if isinstance(arena, DeviceArenas):
+            return torch.as_tensor(_Pages(arena), device=self.name)
+        return super().share_arena(arena)
 
     def put(self, numbers: Numbers) -> Tensor:
         return _pinned(numbers).to(self.name, non_blocking=True)
@@ -169,6 +179,23 @@ class _Mapped:
             "shape": self.memory.shape,
             "typestr": "|u1",
             "data": (self.memory.ctypes.data, False),
+            "strides": None,
+        }
+
+
+class _Pages:
+    """Pages that are mapped for the GPU; torch keeps this object while a tensor uses it."""
+
+    def __init__(self, arena: DeviceArenas) -> None:
+        self._arena = arena
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {
+            "version": 3,
+            "shape": (self._arena.pages, self._arena.page_bytes),
+            "typestr": "|u1",
+            "data": (self._arena.address, False),
             "strides": None,
         }
 

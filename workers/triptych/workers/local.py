@@ -173,7 +173,7 @@ class LocalServer:
             name=WORKER,
             address=WORKER,
             stages=stages,
-            arena=self.pool.arena.id,
+            arena=self.pool.home,
             max_requests=config.decode.max_num_seqs,
         )
         self._to_router(hello, WORKER)

@@ -22,6 +22,13 @@ class PoolConfig:
     in memory, others are read when ``decode.selection`` selects them. Empty: pages are in
     ``/dev/shm``. Anybody who can read the directory can read prompts."""
 
+    arena: Literal["host", "device"] = "host"
+    """Where pages are. ``host``: in host memory, and decode keeps copies in its GPU's memory.
+    ``device``: ``kv_cache_memory_bytes`` in the memory of each GPU, and only cached prefixes and
+    features of images in host memory; all stages need a GPU (``num_gpus``). If the GPUs of a node
+    cannot access each other, the pool starts as with ``host`` and logs why. No GPU has run
+    ``device``."""
+
     page_bytes: int | Literal["auto"] = "auto"
     """Bytes of one page; ``auto``: 32 tokens of K8V4 fill it exactly (3,584 at head_dim 64), or for
     ``arena_path`` the next multiple of 4,096."""
@@ -105,6 +112,8 @@ class PoolConfig:
         require(fits, "pool.arena_path", arena, "an absolute path, or empty")
         fits = not arena or arena != self.disk_path
         require(fits, "pool.arena_path", arena, "another directory than disk_path")
+        fits = self.arena == "host" or not arena
+        require(fits, "pool.arena", self.arena, "'host' with an arena_path")
         self._check_disk()
 
     @property

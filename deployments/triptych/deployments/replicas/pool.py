@@ -7,7 +7,14 @@ from triptych.deployments.app_plan import AppPlan
 from triptych.deployments.replicas.memory_tuning import tune_memory
 from triptych.deployments.transport import run_dir
 from triptych.deployments.transport.node_context import NodeContext
-from triptych.kvpool import OWN_WORKERS, PoolServer, PrefixSettings, is_guest
+from triptych.kvpool import (
+    OWN_WORKERS,
+    CudaDriver,
+    DeviceMemory,
+    PoolServer,
+    PrefixSettings,
+    is_guest,
+)
 
 LEAVING_S = 5.0
 """How long a pool that is shut down waits for the workers of its node to exit first, after the
@@ -35,6 +42,7 @@ class PoolReplica:
             address=plan.pool_address,
             prefixes=PrefixSettings.of(plan.config.pool, plan.pages),
             outside=(network.host, network.access) if network else None,
+            device_memory=_device_memory(plan),
         )
         self._server.start()
         tune_memory()
@@ -59,3 +67,11 @@ class PoolReplica:
         return any(
             line.pid and line.name not in OWN_WORKERS and not is_guest(line.name) for line in lines
         )
+
+
+def _device_memory(plan: AppPlan) -> DeviceMemory | None:
+    """The GPUs that this process sees, if pages are to be there."""
+    if plan.config.pool.arena == "host":
+        return None
+    driver = CudaDriver()
+    return DeviceMemory(driver, tuple(driver.devices), plan.host_arena_bytes)

@@ -30,7 +30,7 @@ from triptych.deployments.replicas.memory_tuning import tune_memory
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.deployments.transport.peer_channel import PeerChannel
 from triptych.deployments.transport.router_link import RouterLink
-from triptych.kvpool import Fetcher, PoolClient
+from triptych.kvpool import HOST, CudaDriver, Driver, Fetcher, PoolClient
 from triptych.workers.decode.checkpoint import checkpoint_bytes
 from triptych.workers.factory import (
     capture_usual_steps,
@@ -68,6 +68,14 @@ def _checkpoint_bytes(plan: AppPlan, stages: Sequence[Stage]) -> int:
     """Bytes for the decode checkpoint; 0 for workers without the decode stage."""
     slots = plan.config.decode.max_num_seqs
     return checkpoint_bytes(plan.pages, slots, plan.context_tokens) if "decode" in stages else 0
+
+
+def _own_gpu(plan: AppPlan) -> tuple[Driver, str] | None:
+    """The GPU of this process and its driver, if pages are to be on GPUs."""
+    if plan.config.pool.arena == "host":
+        return None
+    driver = CudaDriver()
+    return driver, next(iter(driver.devices), HOST)
 
 
 class WorkerReplica:
@@ -172,6 +180,7 @@ class WorkerReplica:
             arena_directory=self._plan.config.pool.arena_directory,
             checkpoint_bytes=_checkpoint_bytes(self._plan, self._stages),
             connect_timeout_s=POOL_ANSWER_S,
+            device=_own_gpu(self._plan),
         )
 
     def _make_loop(self) -> StageLoop:
@@ -214,7 +223,7 @@ class WorkerReplica:
             name=self._pool.worker,
             address=self._address,
             stages=self._stages,
-            arena=self._pool.arena.id,
+            arena=self._pool.home,
             max_requests=config.decode.max_num_seqs if "decode" in self._stages else 0,
         )
 

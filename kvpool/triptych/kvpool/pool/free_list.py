@@ -18,8 +18,9 @@ class FreeList:
     Source: DiffKV and LeanKV have a circular list, which uses each page before it uses one again
     """
 
-    def __init__(self, capacity: int, *, full: bool = True) -> None:
-        self._ids: PageIds = np.arange(capacity, dtype=np.int32)
+    def __init__(self, capacity: int, *, full: bool = True, first: int = 0) -> None:
+        """``first``: the smallest id."""
+        self._ids: PageIds = np.arange(first, first + capacity, dtype=np.int32)
         """The free ids are the last ones."""
         self._first = 0 if full else capacity
         self.allocated = 0

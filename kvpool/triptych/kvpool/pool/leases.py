@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import NotHeld, PoolError, StaleHandle
-from triptych.core.handles import LeaseId, LeaseRef
+from triptych.core.handles import LeaseId, LeaseRef, arena_id
 from triptych.kvpool.pool.free_list import FreeList, PageIds, count_outside, count_repeated
 from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.pool.stats import FREE
@@ -62,6 +62,8 @@ class Lease:
     kind: Literal["extent", "request"]
     label: str
     worker: "Worker"
+    arena: int = 0
+    """Index of the arena of a request's own pages. An extent may have pages of several."""
     generation: int = 1
     pages: int = 0
     about: About = NOTHING_TOLD
@@ -86,22 +88,36 @@ class Worker:
     """Time of its last call; of a dead worker, when it was found dead."""
     keeps: bool
     """Whether its leases wait for a takeover worker when it dies."""
+    home: int = 0
+    """Index of the arena of its device."""
     extent: Lease = field(init=False)
     requests: dict[LeaseId, Lease] = field(default_factory=dict[LeaseId, Lease])
     unmet_pages: int = 0
     """Pages of its last allocation, if that failed."""
+    unmet_arena: int = 0
+    """Index of the arena that lacked them."""
 
 
 class LeaseTable:
-    """All pages of an arena: every page is free or in exactly one lease.
+    """All pages of a pool: every page is free or in exactly one lease.
+
+    The pool has one arena or several, with consecutive page ids; pages are allocated by arena.
 
     The methods that begin with ``require`` or return leases check and change nothing; those that
     change something expect checked arguments.
     """
 
-    def __init__(self, pages: int, arena_id: str) -> None:
-        self.pages, self.arena_id = pages, arena_id
-        self.free_list = FreeList(pages)
+    def __init__(self, sizes: Sequence[int], pool_id: str) -> None:
+        """``sizes``: pages of each arena."""
+        pages = sum(sizes)
+        self.pages, self.pool_id = pages, pool_id
+        self.arenas = tuple(arena_id(pool_id, index) for index in range(len(sizes)))
+        ends = np.cumsum(sizes)
+        self._firsts = ends - sizes
+        self.free_lists = tuple(
+            FreeList(size, first=int(first))
+            for size, first in zip(sizes, self._firsts, strict=True)
+        )
         self.owner: NDArray[np.int64] = np.full(pages, FREE, np.int64)
         """The lease of each page. Leases count from 1."""
         self.by_id = dict[LeaseId, Lease]()
@@ -128,6 +144,21 @@ class LeaseTable:
             found.append((lease, count))
         return found
 
+    def arena_of(self, ids: PageIds) -> int:
+        """Index of the arena that all these pages are in; that of no pages is 0.
+
+        Raises: PoolError if they are in several
+        """
+        if len(self.arenas) == 1:
+            return 0
+        found = np.unique(self._arenas_of(ids))
+        if found.size > 1:
+            raise PoolError(f"pages of {found.size} arenas: a lease has those of one")
+        return int(found[0]) if found.size else 0
+
+    def _arenas_of(self, ids: PageIds) -> NDArray[np.intp]:
+        return np.searchsorted(self._firsts, ids, side="right") - 1
+
     def require_all(self, worker: Worker, leases: Sequence[LeaseId]) -> list[Lease]:
         if len(set(leases)) < len(leases):
             raise StaleHandle(leases[0], "a lease was named twice")
@@ -146,9 +177,11 @@ class LeaseTable:
         return found
 
     def attachable(self, worker: Worker, lease_ref: LeaseRef, ids: PageIds) -> Lease:
-        if lease_ref.arena != self.arena_id:
+        if lease_ref.arena not in self.arenas:
             raise StaleHandle(lease_ref.lease, "it belongs to an arena that is gone")
         lease = self._request(lease_ref.lease)
+        if lease_ref.arena != self.arenas[lease.arena]:
+            raise StaleHandle(lease_ref.lease, "its pages are in another arena")
         if lease_ref.generation != lease.generation:
             reason = f"claim of generation {lease_ref.generation}, it is at {lease.generation}"
             raise StaleHandle(lease_ref.lease, reason)
@@ -212,14 +245,24 @@ class LeaseTable:
         self.owner[ids] = lease.id
         lease.pages += ids.size
 
+    @property
+    def free_pages(self) -> int:
+        return sum(map(len, self.free_lists))
+
     def set_free(self, ids: PageIds) -> None:
         self.owner[ids] = FREE
-        self.free_list.free(ids)
+        if len(self.free_lists) == 1:
+            self.free_lists[0].free(ids)
+            return
+        arenas = self._arenas_of(ids)
+        for index in map(int, np.unique(arenas)):
+            self.free_lists[index].free(ids[arenas == index])
 
     def commit(
         self, worker: Worker, label: str, ids: PageIds, about: About, share: SharedPages | None
     ) -> LeaseRef:
         lease = self.open("request", label, worker)
+        lease.arena = self.arena_of(ids) if ids.size else worker.home
         lease.about, lease.share = about, share
         lease.committed = ids.copy()
         worker.requests[lease.id] = lease
@@ -250,7 +293,8 @@ class LeaseTable:
             self.let_go(lease.share.pin)
 
     def lease_ref(self, lease: Lease) -> LeaseRef:
-        return LeaseRef(self.arena_id, lease.id, lease.generation, lease.shared.size)
+        arena = self.arenas[lease.arena]
+        return LeaseRef(arena, lease.id, lease.generation, lease.shared.size)
 
 
 def without(ids: PageIds, share: SharedPages | None) -> PageIds:

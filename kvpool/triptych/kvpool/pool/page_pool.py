@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from triptych.core.errors import NotHeld, PoolExhausted, StaleHandle
+from triptych.core.errors import NotHeld, PoolError, PoolExhausted, StaleHandle
 from triptych.core.handles import LeaseId, LeaseRef
 from triptych.kvpool.pool import reports
 from triptych.kvpool.pool.free_list import PageIds
@@ -39,6 +39,9 @@ class Pool:
     one request's pages while they pass from stage to stage. A call that raises has changed
     nothing. Every lease and page that a worker names is checked.
 
+    A pool has an arena on each device. A worker has a *home* among them, where it allocates unless
+    it names another one. Leases of requests have pages of one arena.
+
     A decode worker's growing requests use pages of its extent: to move each new page into the
     request's lease would cost a call per step.
 
@@ -55,16 +58,17 @@ class Pool:
 
     def __init__(
         self,
-        pages: int,
+        pages: int | Sequence[int],
         page_bytes: int,
-        arena_id: str,
+        pool_id: str,
         lease_ttl_s: float,
         keep_s: float = KEEP_S,
     ) -> None:
-        self.pages, self.page_bytes = pages, page_bytes
-        self.arena_id, self.lease_ttl_s, self.keep_s = arena_id, lease_ttl_s, keep_s
-        self._leases = LeaseTable(pages, arena_id)
-        self._workers = WorkerTable(arena_id, lease_ttl_s)
+        """``pages``: of its arena, or of each of its arenas."""
+        self._leases = LeaseTable([pages] if isinstance(pages, int) else pages, pool_id)
+        self.pages, self.page_bytes = self._leases.pages, page_bytes
+        self.pool_id, self.lease_ttl_s, self.keep_s = pool_id, lease_ttl_s, keep_s
+        self._workers = WorkerTable(pool_id, lease_ttl_s)
         self._reclaimed = Reclaimed()
 
     @property
@@ -79,21 +83,34 @@ class Pool:
     # -------------------------------------------------------------- workers
 
     def register(
-        self, name: str, process: ProcessKey, now: float, *, keeps: bool = False
+        self,
+        name: str,
+        process: ProcessKey,
+        now: float,
+        *,
+        keeps: bool = False,
+        home: str = "",
     ) -> WorkerId:
-        """Register a worker; the worker that had the name before loses all its pages."""
+        """Register a worker; the worker that had the name before loses all its pages.
+
+        ``home``: the arena of its device; empty: the first one.
+
+        Raises: PoolError if there is no such arena
+        """
+        index = self._index_of(home) if home else 0
         self.expel(name)
-        worker = self._workers.add(name, process, now, keeps=keeps)
+        worker = self._workers.add(name, process, now, keeps=keeps, home=index)
         worker.extent = self._leases.open("extent", "", worker)
         return worker.id
 
     def renew(self, worker: WorkerId, now: float) -> int:
-        """Extend the worker's leases, and return how many pages other workers lack.
+        """Extend the worker's leases, and return how many pages of its home other workers lack.
 
         Raises: NotRegistered
         """
         self.hear(worker, now)
-        return self._lacking(self._workers.require(worker))
+        mine = self._workers.require(worker)
+        return self._lacking(mine, mine.home)
 
     def hear(self, worker: WorkerId, now: float) -> None:
         """Extend the worker's leases.
@@ -174,7 +191,8 @@ class Pool:
         become free. None for ``lease`` is the last one with that label: a worker that died during
         a handoff cannot have recorded the new lease.
 
-        Raises: StaleHandle if there is no such lease; NotHeld, NotRegistered
+        Raises: StaleHandle if there is no such lease; NotHeld; PoolError if they are in several
+            arenas; NotRegistered
         """
         mine = self._workers.require(worker)
         dead = self._workers.dead.get(previous_worker)
@@ -187,6 +205,7 @@ class Pool:
         wrong = sum(count for owner, count in counts if owner not in held)
         if wrong:
             raise NotHeld(previous_worker, wrong)
+        self._leases.arena_of(own)
         for owner, count in counts:
             held[LeaseId(owner)].pages -= count
         share, left.share = left.share, None
@@ -196,24 +215,29 @@ class Pool:
 
     # -------------------------------------------------------------- extents
 
-    def allocate(self, worker: WorkerId, pages: int, at_least: int | None = None) -> PageIds:
+    def allocate(
+        self, worker: WorkerId, pages: int, at_least: int | None = None, arena: str = ""
+    ) -> PageIds:
         """Move free pages to the worker's extent: ``pages``, or fewer but ``at_least``.
 
-        While other workers lack pages, a worker gets no more than ``at_least``.
+        They are of the worker's home, unless it names an arena. While other workers lack pages
+        there, a worker gets no more than ``at_least``.
 
         Shapes:  -> (N,), at_least <= N <= pages
-        Raises:  PoolExhausted, NotRegistered
+        Raises:  PoolExhausted, NotRegistered; PoolError if there is no such arena
         """
         mine = self._workers.require(worker)
+        index = self._index_of(arena) if arena else mine.home
+        free = self._leases.free_lists[index]
         needed = pages if at_least is None else at_least
-        if needed > len(self._leases.free_list):
-            mine.unmet_pages = needed
-            raise PoolExhausted(needed, len(self._leases.free_list))
+        if needed > len(free):
+            mine.unmet_pages, mine.unmet_arena = needed, index
+            raise PoolExhausted(needed, len(free))
         mine.unmet_pages = 0
         count = needed
-        if pages > needed and not self._lacking(mine):
-            count = min(pages, len(self._leases.free_list))
-        ids = self._leases.free_list.allocate(count)
+        if pages > needed and not self._lacking(mine, index):
+            count = min(pages, len(free))
+        ids = free.allocate(count)
         self._leases.own(ids, mine.extent)
         return ids
 
@@ -262,7 +286,7 @@ class Pool:
         get their lease. The new leases belong to the worker until another one attaches them: if
         it dies before that, they end with it.
 
-        Raises: NotHeld, StaleHandle, NotRegistered
+        Raises: NotHeld, StaleHandle, NotRegistered; PoolError if a commit has pages of two arenas
         Source: FastCache (zombie reclaim)
         """
         mine = self._workers.require(worker)
@@ -270,6 +294,8 @@ class Pool:
         reading = self._leases.shares_of(mine, commits, ending, shares)
         moved = [without(ids, share) for (_, ids), share in zip(commits, reading, strict=True)]
         sources = self._leases.sources(mine, np.concatenate(moved) if moved else NO_PAGES)
+        for ids in moved:
+            self._leases.arena_of(ids)
         for lease, count in sources:
             lease.pages -= count
         passed = {share.pin for share in reading if share}
@@ -356,7 +382,21 @@ class Pool:
     @property
     def free_pages(self) -> int:
         """Pages that are in no lease."""
-        return len(self._leases.free_list)
+        return self._leases.free_pages
+
+    def free_at_home(self, worker: WorkerId) -> int:
+        """Free pages of the arena where a worker allocates."""
+        return len(self._leases.free_lists[self._workers.require(worker).home])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Pages of each arena."""
+        return tuple(free.capacity for free in self._leases.free_lists)
+
+    @property
+    def arenas(self) -> tuple[str, ...]:
+        """Ids of all arenas, in the order of their pages."""
+        return self._leases.arenas
 
     @property
     def shares(self) -> list[SharedPages]:
@@ -401,6 +441,12 @@ class Pool:
             self._reclaimed.pages += self._drop(workers)
             self._reclaimed.workers += len(workers)
 
-    def _lacking(self, asking: Worker) -> int:
-        """Pages that other workers could not get and that are not free yet."""
-        return max(0, self._workers.unmet_pages(asking) - len(self._leases.free_list))
+    def _lacking(self, asking: Worker, arena: int) -> int:
+        """Pages of an arena that other workers could not get and that are not free yet."""
+        unmet = self._workers.unmet_pages(asking, arena)
+        return max(0, unmet - len(self._leases.free_lists[arena]))
+
+    def _index_of(self, arena: str) -> int:
+        if arena not in self._leases.arenas:
+            raise PoolError(f"no arena {arena!r}")
+        return self._leases.arenas.index(arena)

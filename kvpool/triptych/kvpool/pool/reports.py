@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from triptych.core.handles import LeaseId
+from triptych.kvpool.pool.free_list import FreeList
 from triptych.kvpool.pool.leases import Lease, LeaseTable, Worker
-from triptych.kvpool.pool.stats import FREE, OwnerPages, PageMap, PoolStats, WorkerStats
+from triptych.kvpool.pool.stats import FREE, ArenaStats, OwnerPages, PageMap, PoolStats, WorkerStats
 from triptych.kvpool.pool.workers import WorkerTable
 
 
@@ -32,17 +33,21 @@ def stat(
                 by_format[name] += pages
     lines = tuple(_line(worker, now) for worker in workers.all)
     return PoolStats(
-        arena=leases.arena_id,
+        arena=leases.pool_id,
         pages=leases.pages,
         page_bytes=page_bytes,
-        free_pages=len(leases.free_list),
+        free_pages=leases.free_pages,
+        arenas=tuple(
+            ArenaStats(arena=name, pages=free.capacity, free_pages=len(free))
+            for name, free in zip(leases.arenas, leases.free_lists, strict=True)
+        ),
         extent_pages=sum(line.extent_pages for line in lines),
         request_pages=sum(line.request_pages for line in lines),
         workers=lines,
         by_request=dict(by_request),
         by_tenant=dict(by_tenant),
         by_format=dict(by_format),
-        allocated_total=leases.free_list.allocated,
+        allocated_total=sum(free.allocated for free in leases.free_lists),
         reclaimed_pages_total=reclaimed.pages,
         reclaimed_workers_total=reclaimed.workers,
     )
@@ -69,7 +74,7 @@ def map_pages(leases: LeaseTable, max_entries: int) -> PageMap:
         for lease in owners.tolist()
     ]
     return PageMap(
-        arena=leases.arena_id,
+        arena=leases.pool_id,
         pages=leases.pages,
         stride=stride,
         owners=tuple(lines),
@@ -80,7 +85,9 @@ def map_pages(leases: LeaseTable, max_entries: int) -> PageMap:
 def check(leases: LeaseTable, workers: WorkerTable) -> list[str]:
     """Compare all tables with each other; contradictions are returned, one per line."""
     wrong = list[str]()
-    free = leases.free_list.peek()
+    free = np.concatenate([each.peek() for each in leases.free_lists])
+    if any(leases.arena_of(each.peek()) != at for at, each in _filled(leases)):
+        wrong.append("a page is in the free list of another arena")
     if np.unique(free).size != free.size:
         wrong.append("a page is twice in the free list")
     if np.any(leases.owner[free] != FREE):
@@ -93,6 +100,8 @@ def check(leases: LeaseTable, workers: WorkerTable) -> list[str]:
     for lease in leases.by_id.values():
         if pages.pop(lease.id, 0) != lease.pages:
             wrong.append(f"lease {lease.id} does not count its pages right")
+        if lease.kind == "request" and not _lies_in_its_arena(lease, leases):
+            wrong.append(f"lease {lease.id} has pages of another arena")
         if lease.worker not in everybody:
             wrong.append(f"lease {lease.id} belongs to a worker that is gone")
         if np.any(leases.owner[lease.shared] == FREE):
@@ -103,6 +112,15 @@ def check(leases: LeaseTable, workers: WorkerTable) -> list[str]:
     if known != set(leases.by_id):
         wrong.append("workers and leases do not name each other")
     return wrong
+
+
+def _filled(leases: LeaseTable) -> list[tuple[int, FreeList]]:
+    return [(at, free) for at, free in enumerate(leases.free_lists) if len(free)]
+
+
+def _lies_in_its_arena(lease: Lease, leases: LeaseTable) -> bool:
+    own = lease.committed[leases.owner[lease.committed] == lease.id]
+    return not own.size or leases.arena_of(own) == lease.arena
 
 
 def _owner_line(lease: Lease) -> OwnerPages:

@@ -106,12 +106,22 @@ class NetworkStats:
     """Calls without the token."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaStats:
+    """Pages of one arena of a pool."""
+
+    arena: str
+    pages: int
+    free_pages: int
+
+
 @message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
     """All pages by owner. ``free_pages`` and ``held_pages`` sum to ``pages``."""
 
     arena: str
+    """Name of the pool, and of its first arena."""
     pages: int
     page_bytes: int
     free_pages: int
@@ -120,6 +130,8 @@ class PoolStats:
     request_pages: int
     """Pages of request leases, and of the prefix cache."""
     workers: tuple[WorkerStats, ...]
+    arenas: tuple[ArenaStats, ...] = ()
+    """All arenas, the first one in host memory."""
     by_request: dict[str, int]
     """Pages by label of the request."""
     by_tenant: dict[str, int] = field(default_factory=dict[str, int])
@@ -147,6 +159,9 @@ class PoolStats:
         wrong = list[str]()
         if self.free_pages + self.held_pages != self.pages:
             wrong.append(f"{self.free_pages} free and {self.held_pages} held pages: {self.pages}")
+        for what, total in (("pages", self.pages), ("free_pages", self.free_pages)):
+            if self.arenas and sum(getattr(arena, what) for arena in self.arenas) != total:
+                wrong.append(f"the {what} of all arenas are not {total}")
         for name in ("request", "tenant", "format"):
             pages = sum(getattr(self, f"by_{name}").values())
             if pages != self.request_pages:

@@ -11,8 +11,8 @@ from triptych.kvpool.pool.processes import ProcessKey
 class WorkerTable:
     """Registered workers with the time of their last call, and dead workers that left pages."""
 
-    def __init__(self, arena_id: str, lease_ttl_s: float) -> None:
-        self._arena_id, self._lease_ttl_s = arena_id, lease_ttl_s
+    def __init__(self, pool_id: str, lease_ttl_s: float) -> None:
+        self._pool_id, self._lease_ttl_s = pool_id, lease_ttl_s
         self.by_id = dict[WorkerId, Worker]()
         self.by_name = dict[str, Worker]()
         self.dead = dict[str, Worker]()
@@ -24,11 +24,11 @@ class WorkerTable:
         """The registered workers, then the dead ones that left pages."""
         return [*self.by_id.values(), *self.dead.values()]
 
-    def add(self, name: str, process: ProcessKey, now: float, *, keeps: bool) -> Worker:
+    def add(self, name: str, process: ProcessKey, now: float, *, keeps: bool, home: int) -> Worker:
         """Register a worker under a new id; its name must not be registered."""
         self._last += 1
-        ticket = WorkerId(f"{name}@{self._arena_id}/{self._last}")
-        worker = Worker(ticket, name, process, now, keeps)
+        ticket = WorkerId(f"{name}@{self._pool_id}/{self._last}")
+        worker = Worker(ticket, name, process, now, keeps, home)
         self.by_id[worker.id] = self.by_name[name] = worker
         return worker
 
@@ -73,9 +73,10 @@ class WorkerTable:
         worker.seen, worker.unmet_pages = now, 0
         self.dead[worker.name] = worker
 
-    def unmet_pages(self, but: Worker) -> int:
-        """Pages that other workers asked for last and could not get."""
-        return sum(w.unmet_pages for w in self.by_id.values() if w is not but)
+    def unmet_pages(self, but: Worker, arena: int) -> int:
+        """Pages of an arena that other workers asked for last and could not get."""
+        others = (w for w in self.by_id.values() if w is not but)
+        return sum(w.unmet_pages for w in others if w.unmet_arena == arena)
 
 
 def left_by(dead: Worker, lease: LeaseId | None, label: str) -> Lease | None:

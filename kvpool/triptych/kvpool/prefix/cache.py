@@ -342,7 +342,7 @@ class PrefixCache:
         if evicted is None:
             return [], ()
         self._free(evicted)
-        if total > self._pool.free_pages:
+        if total > self._pool.free_at_home(self._worker):
             self._index.unreserve(tenant, total * size)
             return [], evicted
         ids = self._pool.allocate(self._worker, total)

@@ -60,16 +60,19 @@ class RegisterWorker(PoolCall[Registered]):
     process: ProcessKey
     checkpoint_bytes: int = 0
     """Size of the memory for its checkpoint."""
+    device: str = ""
+    """Where its pages are; empty: in host memory."""
 
     def __post_init__(self) -> None:
         require_short(self.name)
+        require_short(self.device)
         if not 0 <= self.checkpoint_bytes <= MAX_CHECKPOINT_BYTES:
             raise ValueError(
                 f"checkpoint_bytes={self.checkpoint_bytes}: 0 to {MAX_CHECKPOINT_BYTES}"
             )
 
     def run(self, pool: LockedPool) -> Registered:
-        return pool.register(self.name, self.process, self.checkpoint_bytes)
+        return pool.register(self.name, self.process, self.checkpoint_bytes, self.device)
 
 
 @message
@@ -114,14 +117,19 @@ class AllocatePages(PoolCall[PagesAllocated]):
     worker: WorkerId
     pages: int
     at_least: int
+    arena: str = ""
+    """Empty: the worker's home."""
 
     def __post_init__(self) -> None:
+        require_short(self.arena)
         if not 0 <= self.at_least <= self.pages:
             raise ValueError(f"at_least={self.at_least}: expected 0 to pages={self.pages}")
 
     def run(self, pool: LockedPool) -> PagesAllocated:
         with pool.lock:
-            ids = pool.heard(self.worker).allocate(self.worker, self.pages, self.at_least)
+            ids = pool.heard(self.worker).allocate(
+                self.worker, self.pages, self.at_least, self.arena
+            )
         return PagesAllocated(pages=PageRanges(ids))
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable, StaleHandle
-from triptych.core.handles import LeaseId, LeaseRef
+from triptych.core.handles import LeaseId, LeaseRef, arena_id, pool_of
 from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena
+from triptych.kvpool.pool.descriptors import descriptors_path, receive
+from triptych.kvpool.pool.device_arenas import HOST, ArenaShape, DeviceArenas, Driver
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import NOTHING_TOLD, About, Commit
 from triptych.kvpool.pool.page_pool import Pool
@@ -59,6 +62,7 @@ class WorkerPool:
         open_arena: Callable[[Registered], Arena],
         open_checkpoint: Callable[[str, int], Arena],
         checkpoint_bytes: int = 0,
+        device: str = HOST,
     ) -> None:
         self.worker = worker
         self._proxy = proxy
@@ -68,7 +72,10 @@ class WorkerPool:
         self._renewed_s = time.monotonic()
         self._registered = proxy.call(
             calls.RegisterWorker(
-                name=worker, process=this_process(), checkpoint_bytes=checkpoint_bytes
+                name=worker,
+                process=this_process(),
+                checkpoint_bytes=checkpoint_bytes,
+                device=device,
             )
         )
         self._id = self._registered.worker
@@ -79,8 +86,10 @@ class WorkerPool:
             else None
         )
         self.arena = open_arena(self._registered)
-        """The pages' memory, mapped into this process."""
+        """The memory of all pages of the pool, mapped into this process. Its id is that of the
+        pool, and of the arena in host memory."""
         self._page_cache = PageCache(worker, self._registered.pages)
+        self._home = _pages_at_home(self._registered)
 
     # -------------------------------------------------------------- memory
 
@@ -96,6 +105,15 @@ class WorkerPool:
     @property
     def capacity_pages(self) -> int:
         return self._registered.pages
+
+    @property
+    def home(self) -> str:
+        """The arena of this worker's device, where it allocates."""
+        return self._registered.home
+
+    def has(self, arena: str) -> bool:
+        """Whether this worker can read and write the pages of an arena."""
+        return pool_of(arena) == self.arena.id
 
     @property
     def lease_ttl_s(self) -> float:
@@ -134,14 +152,20 @@ class WorkerPool:
 
     # -------------------------------------------------------------- pages
 
-    def allocate(self, count: int) -> PageIds:
-        """Allocate pages to write into.
+    def allocate(self, count: int, arena: str = "") -> PageIds:
+        """Allocate pages to write into, at home unless another arena of the pool is named.
 
-        Shapes:  -> (count,) ids, rows of ``arena.data``
+        Shapes:  -> (count,) ids
         Raises:  PoolExhausted, and nothing is lost; PoolUnavailable; NotRegistered
         """
         with self._lock:
             self._require_registered()
+            if arena and arena != self.home:
+                asked = calls.AllocatePages(
+                    worker=self._id, pages=count, at_least=count, arena=arena
+                )
+                ids = self._ask(asked).pages.ids(self._registered.pages)
+                return self._page_cache.allocate_granted(ids)
             short = count - len(self._page_cache)
             if short > 0:
                 pages = max(short, self._registered.extent_pages)
@@ -160,10 +184,21 @@ class WorkerPool:
         """
         with self._lock:
             self._require_registered()
+            if len(self._registered.sizes) > 1:
+                ids = self._free_elsewhere(ids)
             self._page_cache.free(ids)
             extent = self._registered.extent_pages
             if len(self._page_cache) > 2 * extent:
                 self._free_idle(len(self._page_cache) - extent)
+
+    def _free_elsewhere(self, ids: PageIds) -> PageIds:
+        """Free those of some pages that are not at home, and return the others."""
+        at_home = (ids >= self._home.start) & (ids < self._home.stop)
+        others = ids[~at_home]
+        if others.size:
+            self._page_cache.give_back(others)
+            self._ask(calls.FreePages(worker=self._id, pages=PageRanges(others)))
+        return ids[at_home]
 
     # -------------------------------------------------------------- requests
 
@@ -222,9 +257,9 @@ class WorkerPool:
         with self._lock:
             self._require_registered()
             for lease_ref, _ in wanted:
-                if lease_ref.arena != self.arena.id:
+                if not self.has(lease_ref.arena):
                     raise StaleHandle(
-                        lease_ref.lease, f"arena {lease_ref.arena} is not {self.arena.id}"
+                        lease_ref.lease, f"arena {lease_ref.arena} is not of {self.arena.id}"
                     )
             asked = calls.AttachLeases(
                 worker=self._id,
@@ -469,6 +504,13 @@ class WorkerPool:
             raise
 
 
+def _pages_at_home(pool: Registered) -> range:
+    """Ids of the pages at a worker's home."""
+    index = [arena_id(pool.arena, at) for at in range(len(pool.sizes))].index(pool.home)
+    first = sum(pool.sizes[:index])
+    return range(first, first + pool.sizes[index])
+
+
 def _own(lease_ref: LeaseRef, ids: PageIds) -> PageIds:
     """The pages of a lease that are not shared."""
     return ids[: ids.size - lease_ref.shared]
@@ -486,20 +528,25 @@ class PoolClient(WorkerPool):
         arena_directory: Path | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         checkpoint_bytes: int = 0,
+        device: tuple[Driver, str] | None = None,
     ) -> None:
-        """Connect, wait until the pool is there, and map its arena.
+        """Connect, wait until the pool is there, and map its arenas.
 
         ``worker`` names one start of one process: the next registration under it replaces this
         one. ``directory`` is the pool's directory of shared memory, and ``arena_directory`` that
         of its arena, if it is another one. With ``checkpoint_bytes`` there is a checkpoint, and
-        the leases of this worker wait for a takeover worker when it dies.
+        the leases of this worker wait for a takeover worker when it dies. ``device``: where this
+        worker computes, and the driver that maps pages there; None: on the host.
 
-        Raises: PoolUnavailable if the pool does not answer in time
+        Raises: PoolUnavailable if the pool does not answer in time; PoolError if its pages are on
+            devices, and this worker computes on none
         """
         self._remote = PoolStub(FrameChannel(address), connect_timeout_s)
         self._leaving = threading.Event()
 
         def map_arena(pool: Registered) -> Arena:
+            if pool.devices:
+                return _map_devices(pool, address, device)
             shape = (pool.pages, pool.page_bytes)
             return Arena.open(pool.arena, shape, arena_directory or directory)
 
@@ -507,7 +554,14 @@ class PoolClient(WorkerPool):
             return Arena.open(name, (1, size), directory)
 
         try:
-            super().__init__(self._remote, worker, map_arena, open_checkpoint, checkpoint_bytes)
+            super().__init__(
+                self._remote,
+                worker,
+                map_arena,
+                open_checkpoint,
+                checkpoint_bytes,
+                device[1] if device else HOST,
+            )
         except BaseException:
             self._remote.close()
             raise
@@ -529,6 +583,18 @@ class PoolClient(WorkerPool):
             except PoolError as error:
                 if not self._leaving.is_set():
                     logger.warning("worker %s lost its pool: %s", self.worker, error)
+
+
+def _map_devices(pool: Registered, address: str, device: tuple[Driver, str] | None) -> DeviceArenas:
+    if device is None:
+        raise PoolError("the pages of the pool are on devices, and this worker computes on none")
+    descriptors = receive(descriptors_path(address), len(pool.sizes))
+    try:
+        shape = ArenaShape(pool.sizes, pool.page_bytes, pool.devices)
+        return DeviceArenas(pool.arena, shape, device[0], descriptors, device[1])
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 class PoolWatcher:

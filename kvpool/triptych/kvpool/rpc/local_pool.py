@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from triptych.core.errors import PoolError, StaleHandle
-from triptych.core.handles import LeaseId
+from triptych.core.handles import LeaseId, arena_id
 from triptych.kvpool.disk.tier import Disk, DiskTier
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
@@ -26,8 +26,16 @@ logger = logging.getLogger(__name__)
 OWN_WORKERS = (PREFIX_WORKER, RESERVING_WORKER)
 """Workers of the pool's own; nobody else may use their names."""
 
+REVOCATION_S = 5.0
+"""Longest time that a call waits for a device to be done with a dead worker."""
+
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
+
+
+def has_no_queue(_: ProcessKey) -> bool:
+    """Host memory: a dead process writes nothing."""
+    return True
 
 
 class PoolCall(Generic[R_co]):
@@ -70,10 +78,14 @@ class LockedPool:
         prefixes: PrefixSettings | None = None,
         disk: Disk | None = None,
         disk_fault: str = "",
+        devices: tuple[str, ...] = (),
+        revoke: Callable[[ProcessKey], bool] = has_no_queue,
     ) -> None:
         """``make_memory`` takes pages and bytes per page. Without ``prefixes`` there is no cache.
 
-        ``disk_fault`` is the reason why there is no disk tier although the settings name one.
+        ``devices`` are those of the arenas behind the first one. ``revoke`` says whether no write
+        that a dead process has queued on them can happen any more. ``disk_fault`` is the reason
+        why there is no disk tier although the settings name one.
         """
         self.pages = pool.pages
         """The number of pages: of ids from a peer, all must be below it."""
@@ -87,6 +99,7 @@ class LockedPool:
         self._checkpoints = dict[str, Arena]()
         """By the worker's name."""
         self._disk_fault = disk_fault
+        self._devices, self._revoke = devices, revoke
         self._network = Counter[str]()
 
     def call(self, asked: PoolCall[R]) -> R:
@@ -124,26 +137,44 @@ class LockedPool:
 
     # -------------------------------------------------------------- workers
 
-    def register(self, name: str, process: ProcessKey, checkpoint_bytes: int) -> Registered:
-        """Register a worker, with memory for its checkpoint if it wants some."""
+    def register(
+        self, name: str, process: ProcessKey, checkpoint_bytes: int, device: str = ""
+    ) -> Registered:
+        """Register a worker, with memory for its checkpoint if it wants some.
+
+        Raises: PoolError if arenas are on other devices than ``device``, or what an earlier
+            process of this name has queued may still be written
+        """
         if name in OWN_WORKERS:
             raise PoolError(f"worker {name!r}: the name is the pool's own")
+        home = ""
+        if device and self._devices:
+            if device not in self._devices:
+                raise PoolError(f"the pool has no arena on {device!r}: it has {self._devices}")
+            home = arena_id(self.page_pool.pool_id, 1 + self._devices.index(device))
+        with self.lock:
+            before = self.page_pool.process_of(name)
+        if before not in (None, process):
+            self._await_revocation(name, before)
         checkpoint = self._make_memory(1, checkpoint_bytes) if checkpoint_bytes else None
         with self.lock:
             keeps = checkpoint is not None
-            worker = self.page_pool.register(name, process, self.now(), keeps=keeps)
+            worker = self.page_pool.register(name, process, self.now(), keeps=keeps, home=home)
             self.forget_lost(and_of=name)
             if checkpoint is not None:
                 self._checkpoints[name] = checkpoint
             return Registered(
                 worker=worker,
-                arena=self.page_pool.arena_id,
+                arena=self.page_pool.pool_id,
                 pages=self.page_pool.pages,
                 page_bytes=self.page_pool.page_bytes,
                 lease_ttl_s=self.page_pool.lease_ttl_s,
                 extent_pages=self._extent_pages,
                 checkpoint=checkpoint.id if checkpoint is not None else "",
                 restores=self.disk is not None,
+                home=home or self.page_pool.pool_id,
+                sizes=self.page_pool.sizes,
+                devices=self._devices,
             )
 
     def inherit(self, previous_worker: str) -> Inheritance:
@@ -181,7 +212,9 @@ class LockedPool:
         for name in silent:
             self._fence(name)
         with self.lock:
-            lost = self.page_pool.sweep(now, is_alive, silent)
+            lost = self.page_pool.sweep(
+                now, lambda process: is_alive(process) or not self._revoke(process), silent
+            )
             self.forget_lost()
             return lost
 
@@ -189,8 +222,22 @@ class LockedPool:
         """End the worker's process, if there is one, before its pages get another owner."""
         with self.lock:
             process = self.page_pool.process_of(name)
-        if process not in (None, ELSEWHERE) and not end(process):
+        if process in (None, ELSEWHERE):
+            return
+        if not end(process):
             logger.warning("worker %s cannot be ended from here; it is trusted to be dead", name)
+        self._await_revocation(name, process)
+
+    def _await_revocation(self, name: str, process: ProcessKey) -> None:
+        """Wait until a device writes nothing more of what a worker has queued.
+
+        Raises: PoolError if that takes too long; a sweep reclaims the worker's pages later
+        """
+        until = time.monotonic() + REVOCATION_S
+        while not self._revoke(process):
+            if time.monotonic() > until:
+                raise PoolError(f"a device still has work of worker {name!r}")
+            time.sleep(0.01)
 
     def checkpoint(self, name: str) -> Arena:
         """The checkpoint of that name, for workers of this process."""

@@ -51,6 +51,12 @@ class Registered:
     """Name of its checkpoint's memory; empty: no checkpoint."""
     restores: bool
     """Whether the prefix cache has a disk tier to load from."""
+    home: str
+    """The arena of the worker's device."""
+    sizes: tuple[int, ...]
+    """Pages of each arena."""
+    devices: tuple[str, ...]
+    """Device of each arena behind the first one, which is in host memory."""
 
 
 @message

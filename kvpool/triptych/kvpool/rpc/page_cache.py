@@ -57,12 +57,17 @@ class PageCache:
 
         Raises: NotHeld if one was not, or comes twice; nothing changes
         """
-        self._require_distinct(ids)
-        wrong = int(np.count_nonzero(self._where[ids] != _TAKEN))
-        if wrong:
-            raise NotHeld(self._worker, wrong)
+        self._require_taken(ids)
         self._where[ids] = _IDLE
         self._idle.free(ids)
+
+    def give_back(self, ids: PageIds) -> None:
+        """Note that allocated pages go to the pool, without being idle here first.
+
+        Raises: NotHeld if one was not allocated, or comes twice; nothing changes
+        """
+        self._require_taken(ids)
+        self._where[ids] = _ELSEWHERE
 
     def remove(self, count: int) -> PageIds:
         """Remove idle pages, to free them at the pool."""
@@ -101,6 +106,12 @@ class PageCache:
                 ids = np.flatnonzero(self._where == lease)
             left = ids[self._where[ids] == lease]
             self._where[left] = _TAKEN if keep else _ELSEWHERE
+
+    def _require_taken(self, ids: PageIds) -> None:
+        self._require_distinct(ids)
+        wrong = int(np.count_nonzero(self._where[ids] != _TAKEN))
+        if wrong:
+            raise NotHeld(self._worker, wrong)
 
     def _require_distinct(self, ids: PageIds) -> None:
         wrong = count_outside(ids, self._where.size) or count_repeated(ids, self._scratch)

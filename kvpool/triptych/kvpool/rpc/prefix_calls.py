@@ -244,4 +244,4 @@ class SetBorrowedMemory(PoolCall[CacheMemoryBorrowed]):
                 borrowed, evicted = pool.prefixes.borrow_cache_memory(self.nbytes)
                 if pool.disk:
                     pool.disk.evicted(evicted)
-        return CacheMemoryBorrowed(arena=pool.page_pool.arena_id, bytes=borrowed)
+        return CacheMemoryBorrowed(arena=pool.page_pool.pool_id, bytes=borrowed)

@@ -13,6 +13,8 @@ from triptych.core.config import PoolConfig
 from triptych.core.errors import ConfigError, PoolError
 from triptych.kvpool.disk.tier import Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena, remove_orphans, shared_memory_dir
+from triptych.kvpool.pool.descriptors import DescriptorServer, descriptors_path
+from triptych.kvpool.pool.device_arenas import DeviceMemory, open_arenas
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import is_alive
 from triptych.kvpool.pool.reservation import LateReservation, pages_at_once
@@ -22,7 +24,7 @@ from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameServer
 from triptych.kvpool.rpc.dispatch import answer
 from triptych.kvpool.rpc.gateway import PeerPorts, PoolAddress
-from triptych.kvpool.rpc.local_pool import LockedPool
+from triptych.kvpool.rpc.local_pool import LockedPool, has_no_queue
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +44,16 @@ class PoolServer:
         directory: Path | None = None,
         prefixes: PrefixSettings | None = None,
         outside: tuple[str, Access] | None = None,
+        device_memory: DeviceMemory | None = None,
     ) -> None:
         """Reserve page memory: what there is above 1 GiB after the start.
 
         ``address`` is ``unix:/path`` or ``127.0.0.1:port``; empty: a socket in a new private
         directory. ``directory`` is where memory is shared, ``/dev/shm`` unless given; the arena
         lies there, or in ``config.arena_path``. Without ``prefixes`` there is no cache.
-        ``outside`` is this node's host for other nodes, and the credentials that they need.
+        ``outside`` is this node's host for other nodes, and the credentials that they need. With
+        ``device_memory`` there is an arena of ``config.kv_cache_memory_bytes`` on each device,
+        unless that cannot be had.
 
         Raises: ConfigError if not one page fits; PoolError if there is not enough memory
         """
@@ -64,8 +69,18 @@ class PoolServer:
         for orphan in {*remove_orphans(directory), *remove_orphans(folder)}:
             shutil.rmtree(_socket_dir(orphan), ignore_errors=True)
         reserved = pages_at_once(pages, page_bytes)
-        self._arena = Arena.create(pages, page_bytes, folder, reserved=reserved)
-        pool = Pool(pages, page_bytes, self._arena.id, config.lease_ttl_s)
+        size = config.kv_cache_memory_bytes
+        owned = (
+            open_arenas(device_memory, size, page_bytes, address, has_other_nodes=bool(outside))
+            if device_memory
+            else None
+        )
+        self._memory = owned
+        self._arena = (
+            owned.arenas if owned else Arena.create(pages, page_bytes, folder, reserved=reserved)
+        )
+        sizes = owned.arenas.shape.pages if owned else (pages,)
+        pool = Pool(sizes, page_bytes, self._arena.id, config.lease_ttl_s)
         self._disk, disk_fault = _open_disk(config, self._arena) if prefixes else (None, "")
         self._pool = LockedPool(
             pool,
@@ -74,12 +89,15 @@ class PoolServer:
             prefixes=prefixes,
             disk=self._disk,
             disk_fault=disk_fault,
+            devices=owned.arenas.shape.devices if owned else (),
+            revoke=owned.driver.revoke if owned else has_no_queue,
         )
         self._reservation = (
             LateReservation(pool, self._pool.lock, self._arena, reserved)
-            if reserved < pages
+            if reserved < pages and not owned
             else None
         )
+        self._exports: DescriptorServer | None = None
         self._address = address or f"unix:{_socket_dir(self._arena.id)}/pool.sock"
         self._server: FrameServer | None = None
         self._outside = outside
@@ -94,6 +112,9 @@ class PoolServer:
         """
         try:
             _prepare_socket(self._address)
+            if self._memory:
+                path = descriptors_path(self._address)
+                self._exports = DescriptorServer(path, self._memory.descriptors)
             self._server = FrameServer(lambda frame: answer(self._pool, frame), self._address)
             if self._outside:
                 self._door = PeerPorts(self._pool, self._arena, *self._outside)
@@ -115,6 +136,8 @@ class PoolServer:
             self._door.close()
         if self._server:
             self._server.stop()
+        if self._exports:
+            self._exports.close()
         if self._sweeper.is_alive():
             self._sweeper.join()
         self._pool.close()

@@ -23,7 +23,11 @@ from triptych.router.models.memory_estimate import ByteModel
 from triptych.router.passes.completion import RequestCompletion
 from triptych.router.passes.growth import Growth
 from triptych.router.passes.roles import Roles
-from triptych.router.state.byte_ledger import lines_after_encoding, lines_before_encoding
+from triptych.router.state.byte_ledger import (
+    are_peers,
+    lines_after_encoding,
+    lines_before_encoding,
+)
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, State
 from triptych.router.state.shared_prompts import SharedPrompts
@@ -116,8 +120,8 @@ class Progress:
         page_bytes, ledger = self.byte_model.plan.page_bytes, self.cluster.ledger
         own, shared = (max(0, pages) * page_bytes for pages in (message.pages, message.shared))
         self.growth.planned(entry, own, shared)
-        # If it was another one, the pages were fetched.
-        entry.placement.raw_arena = entry.placement.work_arena
+        if not are_peers(entry.placement.raw_arena, entry.placement.work_arena):
+            entry.placement.raw_arena = entry.placement.work_arena  # the pages were fetched
         lines = lines_before_encoding(
             entry.sizes,
             entry.placement.raw_arena,
@@ -135,6 +139,8 @@ class Progress:
         entry = self._expect(message.request, sender, State.ENCODING, "stray_compressed")
         if entry is not None:
             entry.transfer.handle, entry.transfer.report = message.handle, message.report
+            if are_peers(entry.placement.work_arena, entry.placement.final_arena):
+                entry.placement.work_arena = entry.placement.final_arena
             self._measure(entry, now)
             lines = lines_after_encoding(
                 entry.sizes, entry.placement.work_arena, entry.placement.final_arena

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 
+from triptych.core.handles import pool_of
 from triptych.core.messages import POOL, BorrowCacheMemory, CacheMemoryBorrowed
 from triptych.router.snapshot import HeldBy
 from triptych.router.state.cluster_state import ClusterState
@@ -112,5 +113,7 @@ class CacheBorrowing:
         return [one.bytes - free for order in both for one in islice(order, 1)]
 
     def _arena(self) -> str:
+        """The only arena; empty if there are several, or the cache is in another one."""
         arenas = self.cluster.load_index.arenas
-        return next(iter(arenas)) if len(arenas) == 1 else ""
+        arena = next(iter(arenas)) if len(arenas) == 1 else ""
+        return arena if pool_of(arena) == arena else ""

@@ -4,10 +4,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from triptych.core.handles import pool_of
 from triptych.router.models.memory_estimate import RequestBytes
 
 Lines = Mapping[str, int]
 """Bytes by arena."""
+
+
+def are_peers(arena: str, other: str) -> bool:
+    """Whether workers of one arena read and write pages of the other."""
+    return pool_of(arena) == pool_of(other)
 
 
 def lines_before_encoding(
@@ -18,15 +24,20 @@ def lines_before_encoding(
     They cover all that it can ever need. So a started request never waits for memory, and the
     stages cannot block each other.
 
-    ``work_arena``: the arena of the compressor. Raw pages of another arena are fetched there, and
-    the encoded pages are fetched from there.
+    ``work_arena``: the arena of the compressor. Raw pages of another pool are fetched there, and
+    encoded pages for another pool are fetched from there. It reads and writes all arenas of its own
+    pool.
     """
-    lines = Counter({work_arena: sizes.raw + sizes.encoded})
-    if work_arena == final_arena:
-        lines[work_arena] = sizes.peak
+    reads = raw_arena if are_peers(raw_arena, work_arena) else work_arena
+    writes = final_arena if are_peers(work_arena, final_arena) else work_arena
+    if reads == writes == final_arena:
+        lines = Counter({final_arena: sizes.peak})
     else:
-        lines[final_arena] += sizes.moved().grown
-    if raw_arena != work_arena:
+        lines = Counter({final_arena: sizes.moved().grown})
+        lines[reads] += sizes.raw
+        if writes != final_arena:
+            lines[writes] += sizes.encoded
+    if raw_arena != reads:
         lines[raw_arena] += sizes.raw
     return lines
 
@@ -34,9 +45,9 @@ def lines_before_encoding(
 def lines_after_encoding(sizes: RequestBytes, work_arena: str, final_arena: str) -> Lines:
     """Bytes that stay booked during decode: its pages and their growth to the end.
 
-    Until they are fetched, they are in the compressor's arena as well.
+    Until another pool fetches them, they are in the compressor's arena as well.
     """
-    if work_arena == final_arena:
+    if are_peers(work_arena, final_arena):
         return {final_arena: sizes.grown}
     return {work_arena: sizes.compressed, final_arena: sizes.moved().grown}
 

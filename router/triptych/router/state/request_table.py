@@ -97,7 +97,7 @@ class Placement:
     raw_arena: str = ""
     """Arena where prefill stored its raw pages."""
     work_arena: str = ""
-    """Arena of the compressor; of the decode worker, once that has fetched the pages."""
+    """Arena of the compressor; of the decode worker, once the pages are there."""
     final_arena: str = ""
     """Arena of the decode worker."""
 

@@ -184,7 +184,7 @@ class World:
                 (line.name, line.extent_pages, line.request_pages, line.requests)
                 for line in self.pool.stat(0.0).workers
             ),
-            tuple(self.pool._leases.free_list.peek().tolist()),  # the order matters
+            tuple(self.pool._leases.free_lists[0].peek().tolist()),  # the order matters
         )
 
 

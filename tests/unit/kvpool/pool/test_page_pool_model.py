@@ -1,14 +1,20 @@
-"""The pool against a model that a child could keep: a dictionary of pages and who has them."""
+"""A pool of random arenas against a model: a dictionary of pages and who has them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from triptych.core.errors import NotHeld, NotRegistered, PoolExhausted, StaleHandle
+from triptych.core.errors import (
+    NotHeld,
+    NotRegistered,
+    PoolError,
+    PoolExhausted,
+    StaleHandle,
+)
 from triptych.core.handles import LeaseId, LeaseRef
 from triptych.kvpool.pool.leases import About, WorkerId
 from triptych.kvpool.pool.page_pool import Pool
@@ -23,6 +29,7 @@ class ModelWorker:
     id: WorkerId
     seen: float
     keeps: bool
+    home: int
     dead: bool = False
 
 
@@ -36,6 +43,7 @@ class ModelLease:
 class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        self.sizes = [PAGES]
         self.pool = Pool(PAGES, 256, "arena", TTL_S, KEEP_S)
         self.now = 0.0
         self.owner = dict[int, str | LeaseId]()
@@ -53,7 +61,24 @@ class PoolMachine(RuleBasedStateMachine):
         self.told = set[str]()
         """Requests whose tenant the pool was told."""
 
+    @initialize(cuts=st.lists(st.integers(1, PAGES - 1), max_size=3, unique=True).map(sorted))
+    def have_arenas(self, cuts: list[int]) -> None:
+        ends = [*cuts, PAGES]
+        self.sizes = [end - first for first, end in zip([0, *cuts], ends, strict=True)]
+        self.pool = Pool(self.sizes, 256, "arena", TTL_S, KEEP_S)
+
     # ---------------------------------------------------------- the model
+
+    def arena_of(self, page: int) -> int:
+        return next(i for i in range(len(self.sizes)) if page < sum(self.sizes[: i + 1]))
+
+    def of_one_arena(self, data: st.DataObject, pages: list[int]) -> list[int]:
+        """Some of these pages, all of one arena."""
+        arena = data.draw(st.integers(0, len(self.sizes) - 1))
+        return draw_some(data, [page for page in pages if self.arena_of(page) == arena])
+
+    def free_in(self, arena: int) -> int:
+        return self.sizes[arena] - sum(self.arena_of(page) == arena for page in self.owner)
 
     def pages_of(self, owner: str | LeaseId) -> list[int]:
         return sorted(page for page, has in self.owner.items() if has == owner)
@@ -93,11 +118,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------- workers
 
-    @rule(name=st.sampled_from(NAMES), keeps=st.booleans())
-    def register(self, name: str, keeps: bool) -> None:
-        worker = self.pool.register(name, ProcessKey(1, 1, name), self.now, keeps=keeps)
+    @rule(data=st.data(), name=st.sampled_from(NAMES), keeps=st.booleans())
+    def register(self, data: st.DataObject, name: str, keeps: bool) -> None:
+        home = data.draw(st.integers(0, len(self.sizes) - 1))
+        process, arena = ProcessKey(1, 1, name), self.pool.arenas[home]
+        worker = self.pool.register(name, process, self.now, keeps=keeps, home=arena)
         self.forget_if_known(name)
-        self.workers[name] = ModelWorker(worker, self.now, keeps)
+        self.workers[name] = ModelWorker(worker, self.now, keeps, home)
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data())
@@ -164,7 +191,8 @@ class PoolMachine(RuleBasedStateMachine):
         )
         lease = data.draw(st.sampled_from(self.leases_of(previous_worker)))
         label = self.leases[lease].label
-        pages = draw_some(data, self.pages_of(previous_worker) + self.pages_of(lease))
+        left = self.pages_of(previous_worker) + self.pages_of(lease)
+        pages = self.of_one_arena(data, left)
         lease_ref = self.pool.adopt(worker, previous_worker, label, lease, as_ids(pages))
         assert lease_ref.generation == 1
         assert lease_ref.lease not in self.leases
@@ -178,13 +206,17 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), at_least=st.integers(0, PAGES + 1), more=st.integers(0, 4))
     def allocate(self, data: st.DataObject, at_least: int, more: int) -> None:
         name, worker = self.some_worker(data)
-        free = PAGES - len(self.owner)
+        named = data.draw(st.none() | st.integers(0, len(self.sizes) - 1))
+        index = self.workers[name].home if named is None else named
+        arena, free = "" if named is None else self.pool.arenas[named], self.free_in(index)
+        assert self.pool.free_at_home(worker) == self.free_in(self.workers[name].home)
         if at_least > free:
             with pytest.raises(PoolExhausted) as raised:
-                self.pool.allocate(worker, at_least + more, at_least)
+                self.pool.allocate(worker, at_least + more, at_least, arena)
             assert (raised.value.wanted, raised.value.free) == (at_least, free)
             return
-        got = self.pool.allocate(worker, at_least + more, at_least).tolist()
+        got = self.pool.allocate(worker, at_least + more, at_least, arena).tolist()
+        assert {self.arena_of(page) for page in got} <= {index}
         assert at_least <= len(got) <= at_least + more
         assert not set(got) & set(self.owner)
         self.owner.update(dict.fromkeys(got, name))
@@ -205,7 +237,7 @@ class PoolMachine(RuleBasedStateMachine):
         left = self.pages_within_reach(name)
         commits = list[tuple[str, list[int]]]()
         for _ in range(count):
-            pages = draw_some(data, left)
+            pages = self.of_one_arena(data, left)
             left = [page for page in left if page not in pages]
             self.requests += 1
             commits.append((f"r{self.requests}", pages))
@@ -219,6 +251,8 @@ class PoolMachine(RuleBasedStateMachine):
         for lease_ref, (label, pages) in zip(lease_refs, commits, strict=True):
             assert lease_ref.generation == 1
             assert lease_ref.lease not in self.leases
+            if pages:
+                assert lease_ref.arena == self.pool.arenas[self.arena_of(pages[0])]
             self.owner.update(dict.fromkeys(pages, lease_ref.lease))
             self.leases[lease_ref.lease] = ModelLease(name, lease_ref, label)
         for lease in ending:
@@ -233,7 +267,7 @@ class PoolMachine(RuleBasedStateMachine):
         lease_refs = self.pool.attach(worker, wanted)
         for lease, lease_ref in zip(chosen, lease_refs, strict=True):
             entry = self.leases[lease]
-            assert lease_ref == LeaseRef("arena", lease, entry.lease_ref.generation + 1)
+            assert lease_ref == replace(entry.lease_ref, generation=entry.lease_ref.generation + 1)
             self.old_claims.append(entry.lease_ref)
             self.leases[lease] = ModelLease(name, lease_ref, entry.label)
 
@@ -266,6 +300,26 @@ class PoolMachine(RuleBasedStateMachine):
             self.end(lease, None)
 
     # ---------------------------------------------------------- what must be refused
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def a_lease_of_two_arenas_is_refused(self, data: st.DataObject) -> None:
+        name, worker = self.some_worker(data)
+        pages = draw_some(data, self.pages_within_reach(name))
+        if len({self.arena_of(page) for page in pages}) > 1:
+            with pytest.raises(PoolError):
+                self.pool.handoff(worker, [("two", as_ids(pages))])
+
+    @precondition(lambda self: self.leases and self.workers and len(self.sizes) > 1)
+    @rule(data=st.data())
+    def a_claim_for_another_arena_is_refused(self, data: st.DataObject) -> None:
+        _, worker = self.some_worker(data)
+        lease = data.draw(st.sampled_from(sorted(self.leases)))
+        mine = self.leases[lease].lease_ref
+        others = [arena for arena in self.pool.arenas if arena != mine.arena]
+        wrong = replace(mine, arena=data.draw(st.sampled_from([*others, "arena/9"])))
+        with pytest.raises(StaleHandle):
+            self.pool.attach(worker, [(wrong, as_ids(self.pages_of(lease)))])
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data())
@@ -366,6 +420,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert ledger.by_format.get("k8v4", 0) <= sum(tenants.values())
         assert ledger.free_pages == PAGES - len(self.owner)
         assert ledger.free_pages + ledger.held_pages == PAGES
+        each = [(one.arena, one.pages, one.free_pages) for one in ledger.arenas]
+        free = map(self.free_in, range(len(self.sizes)))
+        assert each == list(zip(self.pool.arenas, self.sizes, free, strict=True))
         lines = {line.name: line for line in ledger.workers}
         assert set(lines) == {*self.workers, *self.left}
         for name, line in lines.items():

@@ -65,6 +65,14 @@ class Bench:
         self.borrowing.on_borrowed(CacheMemoryBorrowed(arena="a", bytes=nbytes), now)
 
 
+def test_nothing_is_borrowed_where_pages_are_on_devices() -> None:
+    """The cache is in host memory: its bytes are of no use in the arena of a GPU."""
+    for arena, wants in (("pool/1", False), ("pool", True)):
+        bench = Bench(arena)
+        bench.wait("a", CAPACITY + 1)
+        assert bool(bench.output_tokens("no_bytes", 1.0)) is wants
+
+
 def test_memory_comes_when_somebody_waits_and_goes_back_when_nobody_does() -> None:
     bench = Bench()
     ledger = bench.cluster.ledger

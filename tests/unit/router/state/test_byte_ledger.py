@@ -70,16 +70,23 @@ def test_one_arena_is_booked_for_the_higher_of_both_peaks() -> None:
         ("a", "b", "b", {"a": 40, "b": 50}),
         ("a", "b", "a", {"a": 70, "b": 50}),
         ("a", "b", "c", {"a": 40, "b": 50, "c": 30}),
+        ("a", "a", "a/1", {"a": 40, "a/1": 30}),
+        ("a/1", "a/2", "a/3", {"a/1": 40, "a/3": 30}),
+        ("a/1", "a/2", "a/1", {"a/1": 50}),
+        ("a/1", "b/1", "b/2", {"a/1": 40, "b/1": 40, "b/2": 30}),
+        ("a/1", "a/2", "b", {"a/1": 40, "a/2": 10, "b": 30}),
     ],
 )
 def test_each_arena_is_booked_for_its_own_part(
     raw: str, work: str, final: str, lines: dict[str, int]
 ) -> None:
+    """Arenas of one pool, such as a/1 and a/2, are read and written in place."""
     assert lines_before_encoding(SIZES, raw, work, final) == lines
 
 
 def test_after_encoding_only_the_pages_and_their_growth_stay_booked() -> None:
     assert lines_after_encoding(SIZES, "gpu1", "gpu1") == {"gpu1": 30}
+    assert lines_after_encoding(SIZES, "pool/1", "pool/2") == {"pool/2": 30}
 
 
 def test_pages_are_booked_twice_until_they_are_fetched() -> None:

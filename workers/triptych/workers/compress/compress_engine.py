@@ -61,7 +61,7 @@ from triptych.workers.compress.token_judge import TokenJudge
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import Run, make_handle, pages_of, pool_pages, unpack_run
-from triptych.workers.kv.prefix_cache import PrefixStore, RawPages
+from triptych.workers.kv.prefix_cache import PrefixStore, RawPages, copy_pages
 from triptych.workers.stage import refuse
 
 Ids = NDArray[np.int32]
@@ -123,8 +123,12 @@ class CompressEngine:
         if isinstance(message, Compress):
             return [send for item in message.items for send in self._plan_item(item)]
         if isinstance(message, Encode):
-            jobs = [self._planned.pop(name, None) for name in message.requests]
-            self._ready.extend(job for job in jobs if job is not None)
+            arena = message.arena if self.pool.has(message.arena) else self.pool.home
+            for name in message.requests:
+                job = self._planned.pop(name, None)
+                if job is not None:
+                    job.arena = arena
+                    self._ready.append(job)
             return ()
         return None
 
@@ -176,7 +180,8 @@ class CompressEngine:
         """Encode early layers; their raw pages are freed into this worker's free pages."""
         early = list(self._early)  # cleared at the end, so that a fault fails these requests too
         groups = [one.group for one in early]
-        ids, refused = self._allocate(groups, [one.job.request for one in early])
+        names = [one.job.request for one in early]
+        ids, refused = self._allocate(sum(group.new_pages for group in groups), names)
         if refused:
             return refused
         try:
@@ -193,29 +198,43 @@ class CompressEngine:
         return [one.reply for one in early]
 
     def _step_ready(self) -> list[Send]:
-        jobs = list(self._ready)  # as above
+        """Encode the requests for one arena, straight into it."""
+        arena = self._ready[0].arena
+        jobs = [job for job in self._ready if job.arena == arena]  # as above
         groups = [job.last for job in jobs]
-        ids, refused = self._allocate(groups, [job.request for job in jobs])
+        moving = [job.last for job in jobs if job.moves_raw]
+        count = sum(group.new_pages for group in groups)
+        total = count + sum(group.raw.size for group in moving)
+        ids, refused = self._allocate(total, [job.request for job in jobs], arena)
         if refused:
             return refused
         try:
-            encoded = split_by_class(ids, groups)
+            encoded = split_by_class(ids[:count], groups)
+            self._move_raw(moving, ids[count:])
             self._encode(jobs, groups, encoded)
             sends = self._hand_over(jobs, encoded)
         except Exception:
             self._free(ids)
             raise
-        self._ready.clear()
+        self._memory.touch(ids)
+        self._ready = [job for job in self._ready if job.arena != arena]
         return sends
 
-    def _allocate(self, groups: list[LayerGroup], requests: list[str]) -> tuple[Ids, list[Send]]:
-        """Allocate pages for groups; if there are too few, fail their requests."""
+    def _allocate(self, pages: int, requests: list[str], arena: str = "") -> tuple[Ids, list[Send]]:
+        """Allocate pages; if there are too few, fail these requests."""
         try:
-            return self.pool.allocate(sum(group.new_pages for group in groups)), []
+            return self.pool.allocate(pages, arena), []
         except TriptychError as error:
             names = list(dict.fromkeys(requests))
             self.cancel(names)
             return NO_PAGES, [refuse(name, error) for name in names]
+
+    def _move_raw(self, groups: list[LayerGroup], ids: Ids) -> None:
+        """Copy the raw pages of 16-bit requests to the arena of their decode workers."""
+        for group in groups:
+            new, ids = ids[: group.raw.size].reshape(group.raw.shape), ids[group.raw.size :]
+            copy_pages(self._memory, group.raw, new)
+            group.raw = new
 
     def _free(self, ids: Ids) -> None:
         if not self.pool.is_lost:
@@ -324,6 +343,7 @@ class CompressEngine:
     def _attach(self, plan: PagePlan, handle: KVHandle, rows: int) -> LayerGroup:
         _, ids = unpack_run(handle.runs[0], plan.raw, rows, self.pool.capacity_pages)
         (lease_ref,) = self.pool.attach([(handle.lease_ref, ids)])
+        self._memory.touch(ids)
         sink = min(plan.sink_tokens, handle.tokens)
         leaving = range(sink, sink + plan.leaving_tokens(handle.tokens))
         return LayerGroup(lease_ref, ids.reshape(rows, -1), leaving)

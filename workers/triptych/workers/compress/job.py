@@ -115,6 +115,8 @@ class Job:
     """Segments of the prompt that are no text."""
     groups: list[LayerGroup] = field(default_factory=list[LayerGroup])
     """From the first layer on. All but the last are encoded when they arrive."""
+    arena: str = ""
+    """Where its decode worker is, once the router has said so."""
     shared: SharedPrefix | None = None
     """Pages of a cached prefix that the request shares."""
 
@@ -139,6 +141,11 @@ class Job:
     def last(self) -> LayerGroup:
         """The group that is not encoded yet, once all layers have arrived."""
         return self.groups[-1]
+
+    @property
+    def moves_raw(self) -> bool:
+        """Whether its raw pages stay, and its decode worker is in another arena."""
+        return not self.plan.compresses and self.last.lease_ref.arena != self.arena
 
     @property
     def new_pages(self) -> int:

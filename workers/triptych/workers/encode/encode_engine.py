@@ -179,7 +179,7 @@ class EncodeEngine:
                 continue
             count = pages_of_image(work.rows[digest], self.tower.channels, self.pool.page_bytes)
             try:
-                work.pages[digest] = self.pool.allocate(count)
+                work.pages[digest] = self.pool.allocate(count, self.pool.arena.id)
             except TriptychError as error:
                 self._drop(message.request)
                 return [refuse(message.request, error)]
@@ -308,7 +308,7 @@ class EncodeEngine:
         rows, channels = features.shape
         count = pages_of_image(rows, channels, self.pool.page_bytes)
         try:
-            work.pages[digest] = self.pool.allocate(count)
+            work.pages[digest] = self.pool.allocate(count, self.pool.arena.id)
         except TriptychError as error:
             self._drop(work.message.request)
             sends.append(refuse(work.message.request, error))

@@ -46,7 +46,7 @@ class FeatureCache:
         while self._used + count > self.capacity_pages:
             self._evict()
         try:
-            pages = self.pool.allocate(count)
+            pages = self.pool.allocate(count, self.pool.arena.id)
         except PoolExhausted:
             return
         write_features(self.pool, features, pages)

@@ -455,7 +455,7 @@ class PrefixStore:
     def _take(self, rows: Ids, blocks: range) -> list[Ids]:
         """Pages for some head rows of blocks, all or none."""
         counts = [rows.size * self.plan.block_row_pages(index) for index in blocks]
-        return np.split(self.pool.allocate(sum(counts)), np.cumsum(counts)[:-1])
+        return np.split(self.pool.allocate(sum(counts), self.pool.arena.id), np.cumsum(counts)[:-1])
 
     def _give(self, blocks: list[Ids]) -> None:
         if blocks:

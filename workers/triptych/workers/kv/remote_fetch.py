@@ -1,8 +1,8 @@
 """Fetches the pages of other nodes before the engines get a message that needs them.
 
-Engines use one arena. A message whose handle names another arena waits until its pages are
-fetched in the background; the engines work meanwhile. Then the engines get the message with a
-handle of their own arena.
+Engines use the arenas of one pool. A message whose handle names an arena of another pool waits
+until its pages are fetched in the background; the engines work meanwhile. Then the engines get the
+message with a handle of their own arena.
 """
 
 import logging
@@ -107,7 +107,7 @@ class RemoteFetch:
                 self._begin(item.request, item.handle, "prefill", _compress_of(item), owner)
 
     def _is_remote(self, handle: KVHandle) -> bool:
-        return handle.lease_ref.arena != self._pool.arena.id
+        return not self._pool.has(handle.lease_ref.arena)
 
     def _mark(self, requests: Sequence[str]) -> tuple[str, ...]:
         """Mark fetches of these requests as cancelled; returns the requests without a fetch."""

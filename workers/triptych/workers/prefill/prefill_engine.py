@@ -518,6 +518,8 @@ class PrefillEngine:
     def _hand_off(self, requests: list[Request], pages: list[Ids]) -> list[KVHandle]:
         """Put raw pages under a lease of each request, for its compressor."""
         self.device.wait()
+        for ids in pages:
+            self._memory.touch(ids.ravel())
         raw, handles = self.plan.raw, list[KVHandle]()
         lease_refs = self.pool.handoff(
             [(one.id, ids.ravel()) for one, ids in zip(requests, pages, strict=True)],

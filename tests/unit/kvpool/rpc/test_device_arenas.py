@@ -1,0 +1,204 @@
+"""Pools with arenas on devices of a fake driver: real processes, real shared memory."""
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fake_driver import DeviceFault, FakeDriver
+from triptych.core.config import PoolConfig
+from triptych.core.errors import PoolError, PoolExhausted, StaleHandle
+from triptych.core.handles import pool_of
+from triptych.kvpool import Access, PoolClient, PoolServer
+from triptych.kvpool.pool.device_arenas import ArenaShape, DeviceArenas, DeviceMemory
+from triptych.kvpool.pool.processes import ProcessKey, this_process
+
+PAGE_BYTES, DEVICES = 1536, ("gpu-0", "gpu-1")
+STEP = 8
+"""Pages whose bytes are whole pages of the machine."""
+
+
+@contextmanager
+def serve(directory: Path, driver: FakeDriver, pages: int = 5 * STEP) -> Generator[PoolServer]:
+    config = PoolConfig(kv_cache_memory_bytes=pages * PAGE_BYTES, extent_pages=4, prefix_bytes=0)
+    memory = DeviceMemory(driver, DEVICES, STEP * PAGE_BYTES)
+    with PoolServer(config, PAGE_BYTES, directory=directory, device_memory=memory) as server:
+        yield server
+
+
+def join(server: PoolServer, directory: Path, driver: FakeDriver, device: str) -> PoolClient:
+    return PoolClient(server.address, f"on {device}", directory=directory, device=(driver, device))
+
+
+def arenas_of(pool: PoolClient) -> DeviceArenas:
+    assert isinstance(pool.arena, DeviceArenas)
+    return pool.arena
+
+
+def test_a_page_has_one_id_on_all_devices_and_moves_by_handle(tmp_path: Path) -> None:
+    driver = FakeDriver(tmp_path)
+    with (
+        serve(tmp_path, driver) as server,
+        join(server, tmp_path, driver, "gpu-0") as one,
+        join(server, tmp_path, driver, "gpu-1") as other,
+    ):
+        first = arenas_of(one).shape.pages[0]
+        ids = one.allocate(3)
+        assert one.home != other.home
+        assert {pool_of(one.home), pool_of(other.home)} == {server.arena}
+        assert np.all((ids >= first) & (ids < first + 5 * STEP))
+        driver.array(arenas_of(one))[ids] = [[3], [4], [5]]
+        (lease_ref,) = one.handoff([("r", ids)])
+        assert lease_ref.arena == one.home
+        (mine,) = other.attach([(lease_ref, ids)])
+        assert driver.array(arenas_of(other))[ids, 7].tolist() == [3, 4, 5]
+        moved = other.allocate(3)
+        driver.array(arenas_of(other))[moved] = driver.array(arenas_of(other))[ids]
+        (lease_ref,) = other.handoff([("r", moved)], releases=[mine.lease])
+        assert lease_ref.arena == other.home
+        assert driver.array(arenas_of(one))[moved, 9].tolist() == [3, 4, 5]
+        with pytest.raises(StaleHandle):
+            one.attach([(mine, ids)])
+        assert server.check() == []
+        assert server.stat().by_request == {"r": 3}
+    with pytest.raises(PoolError):
+        arenas_of(other).address  # noqa: B018 - it is closed
+
+
+def test_pages_of_another_arena_go_back_there(tmp_path: Path) -> None:
+    driver = FakeDriver(tmp_path)
+    with (
+        serve(tmp_path, driver) as server,
+        join(server, tmp_path, driver, "gpu-0") as one,
+        join(server, tmp_path, driver, "gpu-1") as other,
+    ):
+        before = {line.arena: line.free_pages for line in server.stat().arenas}
+        ids = np.concatenate([one.allocate(2, other.home), one.allocate(1, server.arena)])
+        free = {line.arena: before[line.arena] - line.free_pages for line in server.stat().arenas}
+        assert free == {server.arena: 1, one.home: 0, other.home: 2}
+        with pytest.raises(PoolError):
+            one.handoff([("two arenas", ids)])
+        with pytest.raises(PoolExhausted):
+            one.allocate(5 * STEP, other.home)
+        with pytest.raises(PoolError):
+            one.allocate(1, "elsewhere")
+        one.free(ids)
+        assert {line.arena: line.free_pages for line in server.stat().arenas} == before
+        assert server.check() == []
+
+
+def test_two_devices_hold_the_sum_of_their_memories(tmp_path: Path) -> None:
+    """Each worker takes all of its device; nothing of the other one is missing for it."""
+    driver = FakeDriver(tmp_path)
+    with (
+        serve(tmp_path, driver) as server,
+        join(server, tmp_path, driver, "gpu-0") as one,
+        join(server, tmp_path, driver, "gpu-1") as other,
+    ):
+        taken = np.concatenate([one.allocate(5 * STEP), other.allocate(5 * STEP)])
+        assert np.unique(taken).size == 2 * 5 * STEP
+        with pytest.raises(PoolExhausted):
+            one.allocate(1)
+
+
+@pytest.mark.parametrize("revokes", [True, False])
+def test_what_a_dead_worker_has_queued_reaches_no_page_of_others(
+    tmp_path: Path, revokes: bool
+) -> None:
+    """Without revocation it does: so the test would see it."""
+    driver = FakeDriver(tmp_path, revokes=revokes)
+    with (
+        serve(tmp_path, driver) as server,
+        join(server, tmp_path, driver, "gpu-0") as heir,
+    ):
+        command = [sys.executable, "-m", "tests.unit.kvpool.rpc.device_worker"]
+        with subprocess.Popen(
+            [*command, server.address, "victim", str(tmp_path), "gpu-0"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as worker:  # fmt: skip
+            assert worker.stdout is not None
+            left = list(map(int, worker.stdout.readline().split()))
+            worker.kill()
+        until = time.monotonic() + 20
+        while any(line.name == "victim" for line in server.stat().workers):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        mine = heir.allocate(5 * STEP)
+        assert set(left) <= set(mine.tolist())
+        pages = driver.array(arenas_of(heir))
+        pages[mine] = 9
+        driver.run_queue(arenas_of(heir).address)
+        assert bool(np.all(pages[mine] == 9)) is revokes
+        assert driver.refused == (4 if revokes else 0)
+
+
+def test_freed_memory_and_revoked_writers_are_refused(tmp_path: Path) -> None:
+    driver = FakeDriver(tmp_path)
+    with serve(tmp_path, driver) as server, join(server, tmp_path, driver, "gpu-0") as one:
+        arenas, page = arenas_of(one), int(one.allocate(1)[0])
+        driver.check(arenas, [page, 0])
+        driver.revoke(ProcessKey(1, 1, "another"))
+        driver.queue_write(arenas, page, 1)
+        driver.revoke(this_process())
+        with pytest.raises(DeviceFault, match="revoked"):
+            driver.queue_write(arenas, page, 1)
+        driver.free_all()
+        with pytest.raises(DeviceFault, match="freed"):
+            driver.check(arenas, [page])
+
+
+def test_pages_of_devices_are_not_for_the_host(tmp_path: Path) -> None:
+    driver = FakeDriver(tmp_path)
+    with serve(tmp_path, driver) as server:
+        with pytest.raises(PoolError, match="computes on none"):
+            PoolClient(server.address, "on the host", directory=tmp_path)
+        with PoolClient(server.address, "beside", directory=tmp_path, device=(driver, "")) as host:
+            assert host.home == server.arena
+            arenas, ids = arenas_of(host), host.allocate(2)
+            arenas.data[ids] = 3
+            driver.check(arenas, ids.tolist())
+            with pytest.raises(IndexError):
+                arenas.data[arenas.shape.pages[0]]
+            with pytest.raises(DeviceFault, match="not mapped"):
+                driver.check(arenas, [arenas.shape.pages[0]])
+        with pytest.raises(PoolError, match="no arena on"):
+            PoolClient(server.address, "lost", directory=tmp_path, device=(driver, "gpu-7"))
+
+
+@pytest.mark.parametrize("why", ["apart", "nodes", "small"])
+def test_the_fallback_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture, why: str) -> None:
+    apart = [DEVICES] if why == "apart" else []
+    driver = FakeDriver(tmp_path, apart)  # type: ignore[arg-type]
+    pages = 1 if why == "small" else 5 * STEP
+    config = PoolConfig(kv_cache_memory_bytes=pages * PAGE_BYTES, prefix_bytes=0)
+    outside = ("127.0.0.1", Access("token")) if why == "nodes" else None
+    server = PoolServer(
+        config, PAGE_BYTES, directory=tmp_path, outside=outside,
+        device_memory=DeviceMemory(driver, DEVICES, 0),
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING), server:
+        with PoolClient(server.address, "w", directory=tmp_path) as worker:
+            assert worker.home == server.arena
+            assert worker.arena.data.shape == (pages, PAGE_BYTES)
+        assert len(server.stat().arenas) == 1
+    sentence = {
+        "apart": "gpu-0 cannot access gpu-1",
+        "nodes": "pages of several nodes are sent from host memory",
+        "small": "on a device at least",
+    }[why]
+    (line,) = [each for each in caplog.messages if "copies" in each]
+    assert sentence in line
+
+
+def test_arenas_begin_at_whole_pages_of_both_kinds() -> None:
+    driver = FakeDriver.__new__(FakeDriver)
+    shape = ArenaShape.of(driver, 1, 100 * PAGE_BYTES, PAGE_BYTES, DEVICES)
+    assert shape.pages == (STEP, 96, 96)
+    assert all(nbytes % driver.granularity == 0 for _, nbytes in shape.parts)
+    assert [shape.index_of(device) for device in ("", *DEVICES)] == [0, 1, 2]

@@ -93,6 +93,10 @@ def scores_of(engine: DecodeEngine) -> Scores:
     return found
 
 
+ATTENTION = "decode_attention", "attend_rotated"
+"""Of coordinates of the model, and of others."""
+
+
 def differing_layers(one: Scores, other: Scores) -> set[int]:
     assert one.keys() == other.keys()
     return {key[1] for key in one if one[key] != pytest.approx(other[key], rel=1e-3, abs=1e-5)}
@@ -116,8 +120,8 @@ def test_a_death_inside_a_graph_counts_each_layer_of_scores_once(
     assert stages.pool.expel(name)
     layer, is_open = 0, False
     for at, part in enumerate(parts):
-        layer += part == "decode_attention"  # the layer of this part, from 1 on
-        if part in ("append_tokens", "decode_attention", "score_tokens", "record_scores"):
+        layer += part in ATTENTION  # the layer of this part, from 1 on
+        if part in ("append_tokens", *ATTENTION, "score_tokens", "record_scores"):
             left = [at]
 
             def die(_: str, left: list[int] = left) -> None:

@@ -97,6 +97,7 @@ def test_pool_stat_tells_formats_tenants_and_requests(
     wrong = replace(ledger, by_tenant={"a": 11}, free_pages=0)
     assert [fault.split(":")[0] for fault in wrong.faults] == [
         f"0 free and {ledger.held_pages} held pages",
+        "the free_pages of all arenas are not 0",
         "11 pages by tenant",
     ]
 

@@ -42,30 +42,37 @@ def config(policy: str, model: Path) -> AppConfig:
     )
 
 
+def held_while_it_decodes(server: LocalServer, asked: list[int]) -> tuple[int, list[int]]:
+    """Pages of the only request while it decodes, and its tokens."""
+    sampling = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+    held, tokens = 0, list[int]()
+    for event in server.stream([server.request(asked, sampling)]):
+        assert isinstance(event, Tokens)
+        tokens += event.tokens
+        if 2 < len(tokens) < ANSWER:
+            held = server.pool.stat().request_pages or held
+    return held, tokens
+
+
 @pytest.mark.parametrize("policy", ["diffkv", "uniform:fp16", "snapkv", "learned:merge"])
 def test_kept_raw_pages_change_memory_and_nothing_else(tiny_model: Path, policy: str) -> None:
-    settings, answers = config(policy, tiny_model), list[list[list[int]]]()
+    settings, answers = config(policy, tiny_model), list[list[int]]()
     while_decoding = list[int]()
     for kind in (LocalPool, KeptRawPages):
         with LocalServer(settings, tiny_model, make_pool=kind) as server:
-            sampling = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
-            asked = [server.request(one, sampling) for one in PROMPTS]
-            held, tokens = 0, {one.id: list[int]() for one in asked}
-            for event in server.stream(asked):
-                assert isinstance(event, Tokens)
-                tokens[event.request] += event.tokens
-                if all(2 < len(written) < ANSWER for written in tokens.values()):  # all decode
-                    held = server.pool.stat().request_pages
-            answers.append(list(tokens.values()))
-            assert held > 0
+            held, tokens = 0, list[int]()
+            while not held:  # on a busy machine it may have ended before anybody looks
+                held, tokens = held_while_it_decodes(server, PROMPTS[0])
+            answers.append(tokens)
             while_decoding.append(held)
             assert booked_in_the_end(server) == {}
             assert server.pool.stat().request_pages == 0, "nothing is held after the end"
             assert server.pool.check() == []
             raw = server.plan.raw.pages(len(PROMPTS[0])) * server.plan.geometry.head_rows
     assert answers[0] == answers[1]
-    kept = 0 if policy == "uniform:fp16" else len(PROMPTS) * raw
-    assert abs(while_decoding[1] - while_decoding[0] - kept) < raw
+    kept = 0 if policy == "uniform:fp16" else raw
+    grown = server.plan.raw.pages(ANSWER) * server.plan.geometry.head_rows
+    assert abs(while_decoding[1] - while_decoding[0] - kept) <= grown < raw / 2
 
 
 def test_a_run_measures_every_stage_and_keeps_the_arrivals_of_its_rate(tiny_model: Path) -> None:

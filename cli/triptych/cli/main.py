@@ -18,6 +18,7 @@ from triptych.cli.quality.calibrate import calibrate
 from triptych.cli.quality.eval_claims import claims
 from triptych.cli.quality.eval_frontier import frontier
 from triptych.cli.quality.eval_learned import learned
+from triptych.cli.quality.eval_tasks import tasks
 from triptych.cli.quality.retrieval import retrieval
 from triptych.cli.quality.spread import spread
 from triptych.cli.serving.chat import chat
@@ -50,6 +51,7 @@ app.add_typer(kernels.app, name="kernels")
 evaluate.app.command("learned")(learned)
 evaluate.app.command("frontier")(frontier)
 evaluate.app.command("claims")(claims)
+evaluate.app.command("tasks")(tasks)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(train.app, name="train")
 app.add_typer(pool.app, name="pool")

@@ -1,13 +1,20 @@
 """Calibration on a tiny model: a profile that the engines take, or a reason why not."""
 
+from base64 import b64decode
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
 
 from tests.learned import networks_beside
+from tests.tiny import byte_tokenizer
+from triptych.cli.main import app
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, ModelError
+from triptych.core.messages import Sampling
 from triptych.core.methods.table import offered_methods, policy_of
 from triptych.core.profile import Profile
 from triptych.evals.studies.alpha_scales import Unit
@@ -23,6 +30,7 @@ from triptych.evals.studies.study import Results, Study, measure, prepare, repor
 from triptych.workers.compress.learned.artefact import read_record
 from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.local import LocalServer
+from triptych.workers.models import compression_profile
 from triptych.workers.models.facts import describe
 
 
@@ -171,3 +179,68 @@ def test_the_engines_take_the_profile(
     replace(found.profile, weights="of another").write(path)
     with pytest.raises(ConfigError, match="of another"):
         LocalServer(config, tiny_model)
+
+
+# ------------------------------------------------------------------ another architecture
+
+LIMITS = ("--max-kl", "50", "--min-top1", "0", "--max-perplexity-ratio", "1e3")
+SIZES = ("--contexts", "150", "--documents", "2", "--steps", "12")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3: norms of queries and keys, and four query heads for a KV head."""
+    path, tokenizer = tmp_path_factory.mktemp("qwen3"), byte_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        eos_token_id=1,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(11)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_model_without_a_profile_gets_one_that_auto_finds(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calibrate, put the file beside the included profiles, measure a further method, and serve."""
+
+    def run_command(output: Path, *options: str) -> Profile:
+        command = ["calibrate", str(qwen3), "--output", str(output), *SIZES, *options]
+        CliRunner().invoke(app, command, catch_exceptions=False)
+        return Profile.read(output)
+
+    with pytest.raises(ConfigError, match="profile='auto': there is none"):
+        run_command(tmp_path / "none.json", "--profile", "auto", "--methods", "leankv")
+    facts = describe(qwen3)
+    included = tmp_path / f"{facts.weights}.json"
+    monkeypatch.setattr(compression_profile, "PACKAGED", tmp_path)
+    settings = ("--alphas", "3", "--low-formats", "k4v2", "--windows", "20", "--methods", "")
+    first = run_command(included, *LIMITS, *settings)
+    assert (first.settings.alpha_high, first.settings.recent_window_tokens) == (3.0, 20)
+    assert not first.measured_methods
+    more = run_command(tmp_path / "more.json", "--profile", "auto", "--methods", "leankv")
+    assert (more.settings, more.key_centre) == (first.settings, first.key_centre)
+    assert [one.context for one in more.measured_methods["leankv"]] == [150]
+    more.write(included)
+    config = AppConfig.from_mapping(
+        {"model": {"name": str(qwen3)}, "pool": {"kv_cache_memory_bytes": 16 << 20}}
+    )
+    with LocalServer(config, qwen3) as server:
+        policy = server.plan.policy
+        assert (policy.name, policy.alpha_high) == ("diffkv", 3.0)
+        assert policy.kv_rotation.key_centre == b64decode(more.key_centre)
+        sampling = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+        (answer,) = server.complete([server.request(list(range(2, 202)), sampling)])
+        assert answer.error is None
+        assert answer.report is not None
+        assert answer.report.policy == "diffkv"

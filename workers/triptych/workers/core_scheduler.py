@@ -32,8 +32,8 @@ POLL_S = 0.004
 PACE = 1.5
 """Begin of a decode step of many requests after that of the last one, in times of the last one's
 length, while prompts wait. A step of ten requests takes less than twice as long as one of four, so
-a pause saves more time than it takes. With 16 clients on two cores 2.7 requests a second are
-answered instead of 2.45, and with 2 as many (docs/log.md)."""
+a pause saves more time than it takes. With 16 clients on two cores 2.55 to 2.74 requests a
+second are answered instead of 2.40 to 2.52, and with 2 as many (docs/log.md)."""
 
 
 class DedicatedCores:

@@ -85,6 +85,9 @@ class WorkerReplica:
     new name: it registers again and makes new, empty engines.
     """
 
+    _reporting: asyncio.Task[None] | None = None
+    """None: it has not started yet."""
+
     async def __init__(self, plan: AppPlan, stages: Sequence[Stage]) -> None:
         self._node = await asyncio.to_thread(NodeContext.enter, plan)
         self._plan, self._stages = self._node.plan, tuple(stages)
@@ -148,6 +151,8 @@ class WorkerReplica:
         return await self._live_profiler.profile(name, loop, steps, seconds, trace=trace)
 
     async def __del__(self) -> None:
+        if self._reporting is None:  # the pool sees that the process ends
+            return
         await self._finish_requests()
         self._reporting.cancel()
         if self._rejoining is not None:

@@ -1,7 +1,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # torch leaves Tensor.unflatten and others untyped in part.
-"""What it costs that a GPU multiplies codes of keys as integers, with queries in digits."""
+"""KL divergence of attention weights and next tokens when query-key products are of integers."""
 
 from collections.abc import Mapping
 from itertools import product

@@ -121,7 +121,7 @@ class ArenaShape:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What a pool needs to have arenas on devices."""
+    """The driver, devices and host memory of a pool with an arena on each device."""
 
     driver: Driver
     devices: tuple[str, ...]

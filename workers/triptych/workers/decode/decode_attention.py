@@ -72,7 +72,7 @@ class TokenScores:
         """Sections of each layer whose scores change."""
         shared = memory.device.share(progress.view(np.uint8))
         self.progress = shared.view(torch.int64)
-        """See ``__init__``, on the device."""
+        """For each slot the layers whose scores are added, int64 [slots], on the device."""
 
     @property
     def are_kept(self) -> bool:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -150,7 +151,6 @@ class DecodeEngine:
             self.max_requests,
             tables.num_recent,
         )
-        self._programs = self._programs_of_steps()
         self._pipeline = Pipeline.of(self.plugins, self.plan.policy, can_exit=self.runner.can_exit)
         self._output_cache = OutputCache.of(self.prefixes, self._memory.behind, self.keep_answers)
         self._handover = RequestHandover(
@@ -165,8 +165,13 @@ class DecodeEngine:
             self._selector,
         )
 
-    def _programs_of_steps(self) -> "StepPrograms | None":
-        """None on a GPU, and if each layer requests its pages from a disk."""
+    @cached_property
+    def _programs(self) -> "StepPrograms | None":
+        """None on a GPU, and if each layer requests its pages from a disk.
+
+        Made by the first step: on a new machine kernels are compiled, and a worker that is
+        registered lets requests wait for that.
+        """
         if self._prefetcher is not None or not self.device.is_host:
             return None
         from triptych.workers.decode.steps.step_programs import (  # noqa: PLC0415 - compiles for a CPU

@@ -6,6 +6,7 @@ of a step that is run op by op.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.new_tokens import NewTokens
 from triptych.workers.models.attention_interface import LayerTraits
+from triptych.workers.models.fused.int4_block import Int4Block
 from triptych.workers.models.fused.layer_program import LayerProgram, StepMemory
 from triptych.workers.models.runner import ModelRunner, Runner
 
@@ -39,7 +41,7 @@ SLOTS, POSITIONS, PLACES, SCORED = range(4)
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What the words of a program depend on."""
+    """Key of a program: steps with equal ones run the same jobs on the same memory."""
 
     requests: int
     section: int
@@ -52,16 +54,15 @@ class StepPrograms:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        blocks: Sequence[Int4Block],
+        centre: Tensor,
         memory: DevicePages,
         sections: Sections,
         scores: TokenScores,
         max_requests: int,
     ) -> None:
-        """``runner`` has ``centred_blocks``."""
-        parts = runner.centred_blocks
-        assert parts is not None
-        self._blocks, self._centre = parts
+        """``centre``: of ``Coordinates``."""
+        self._blocks, self._centre = blocks, centre
         self._pages, self._sections, self._scores = memory, sections, scores
         self._memory = StepMemory.of(self._blocks[0], max_requests)
         layout = self._blocks[0].layout
@@ -81,9 +82,8 @@ class StepPrograms:
         """None if steps cannot be programs: on a GPU, and with other weights or coordinates."""
         if not memory.device.is_host or not isinstance(runner, ModelRunner):
             return None
-        if runner.centred_blocks is None:
-            return None
-        return cls(runner, memory, sections, scores, max_requests)
+        parts = runner.centred_blocks
+        return None if parts is None else cls(*parts, memory, sections, scores, max_requests)
 
     def forward(
         self, runner: Runner, tokens: NDArray[np.int64], rotary: NDArray[np.int32], new: NewTokens

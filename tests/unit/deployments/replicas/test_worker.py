@@ -8,5 +8,5 @@ from triptych.deployments.replicas.worker import WorkerReplica
 
 async def test_a_worker_that_has_not_started_stops_at_once() -> None:
     """Serve ends a replica also while it loads its model, and shows what that raises."""
-    begun: Any = SimpleNamespace(_reporting=WorkerReplica._reporting)
+    begun: Any = SimpleNamespace(_reporting=cast("Any", WorkerReplica)._reporting)
     await cast("Any", WorkerReplica).__del__(begun)

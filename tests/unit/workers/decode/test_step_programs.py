@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,6 +23,9 @@ from triptych.kernels import multiplies_bfloat
 from triptych.workers.decode.steps import step_programs
 from triptych.workers.decode.steps.step_programs import StepPrograms
 from triptych.workers.local import Completion, LocalServer
+from triptych.workers.models.kv_rotation import BasisCoordinates, Coordinates, LatentCoordinates
+from triptych.workers.models.load import load
+from triptych.workers.models.runner import ModelRunner
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 258, "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 3,
@@ -105,3 +109,15 @@ def test_other_steps_run_op_by_op(
 ) -> None:
     assert all(len(one.tokens) == 40 for one in answers(save("Llama", tmp_path), **parts))
     assert not steps
+
+
+def test_only_plain_coordinates_are_those_of_a_program(tmp_path: Path) -> None:
+    loaded = load(save("Llama", tmp_path), "bfloat16", quantization="int4")
+    if not multiplies_bfloat():
+        assert ModelRunner(loaded, None).centred_blocks is None
+        return
+    centre = torch.zeros(3, 2, 32)
+    bases = torch.eye(32).expand(2, 3, 2, 32, 32)
+    assert ModelRunner(loaded, Coordinates(centre)).centred_blocks is not None
+    for other in (None, BasisCoordinates(centre, bases), LatentCoordinates(centre)):
+        assert ModelRunner(loaded, other).centred_blocks is None

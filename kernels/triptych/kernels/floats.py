@@ -28,7 +28,9 @@ FLOAT, BFLOAT, HALF = KINDS.values()
 def read_floats(address, kind, offset, numbers):
     """Read ``numbers``, a float32 vector, from ``offset`` elements after ``address``."""
     if kind == FLOAT:
-        numbers[:] = carray(pointer(address + 4 * offset), len(numbers), np.float32)
+        floats = carray(pointer(address + 4 * offset), len(numbers), np.float32)
+        for channel in range(len(numbers)):  # a slice is copied number by number
+            numbers[channel] = floats[channel]
         return
     halves = carray(pointer(address + 2 * offset), len(numbers), np.uint16)
     if kind == BFLOAT:
@@ -53,7 +55,9 @@ def _rounded(word):
 def write_floats(numbers, address, kind, offset):
     """Write a float32 vector, rounded to the nearest number, ties to even; NaN stays NaN."""
     if kind == FLOAT:
-        carray(pointer(address + 4 * offset), len(numbers), np.float32)[:] = numbers
+        floats = carray(pointer(address + 4 * offset), len(numbers), np.float32)
+        for channel in range(len(numbers)):
+            floats[channel] = numbers[channel]
         return
     halves = carray(pointer(address + 2 * offset), len(numbers), np.uint16)
     if kind == BFLOAT:

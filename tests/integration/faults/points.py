@@ -30,6 +30,7 @@ from triptych.workers.decode.output_cache import OutputCache, SlotTokenSource
 from triptych.workers.decode.page_growth import PageGrowth
 from triptych.workers.decode.window import Window
 from triptych.workers.kv.block_table import SectionTable
+from triptych.workers.prefill.chunk_pass import ChunkPass
 from triptych.workers.prefill.prefill_engine import PrefillEngine
 
 EXIT_CODE = 66
@@ -43,7 +44,7 @@ PLACES: dict[str, dict[str, Place]] = {
     "prefill": {
         "look up the prefix": FindPrefix,
         "get pages": AllocatePages,
-        "read a chunk": (PrefillEngine, "_forward"),
+        "read a chunk": (ChunkPass, "__call__"),
         "draw the first token": (PrefillEngine, "_finish"),
         "commit": HandOff,
         "tell": (WorkerReplica, "_deliver"),

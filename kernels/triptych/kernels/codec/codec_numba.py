@@ -18,7 +18,15 @@ from triptych.kernels.codec.vectors import (
 )
 from triptych.kernels.codec.whole_vectors import halve_whole, round_whole
 from triptych.kernels.codegen.jobs import job_start
-from triptych.kernels.codegen.numba_runtime import fetch_add, kernel, pointer, run_team, team_body
+from triptych.kernels.codegen.numba_runtime import (
+    CACHE_LINE,
+    fetch_add,
+    kernel,
+    line_address,
+    pointer,
+    run_team,
+    team_body,
+)
 from triptych.kernels.floats import FLOAT, read_floats
 
 Form = namedtuple("Form", "tokens scores positions page_bytes parts keys values")
@@ -79,6 +87,23 @@ CHUNK = 64
 """Items that a thread takes at a time."""
 
 
+SCRATCH = 8
+"""Bytes of scratch memory beside those of a vector."""
+
+
+@kernel
+def scratch_of(memory, dim):
+    """Scratch memory of a thread: a float32 vector, its codes, and metadata of two numbers.
+
+    ``memory``: ``5 * dim + SCRATCH`` bytes and a cache line. The views do not keep it: numba counts
+    those that do, with an atomic operation for each function that gets one.
+    """
+    near = line_address(memory)
+    numbers = carray(pointer(near), dim, np.float32)
+    metadata = carray(pointer(near + 4 * dim), 2, np.uint16)
+    return numbers, carray(pointer(near + 4 * dim + SCRATCH), dim, np.uint8), metadata
+
+
 @kernel
 def run(job, team, body, threads, alone):
     """Run a job in a team of threads; up to ``alone`` items in the calling thread.
@@ -90,18 +115,18 @@ def run(job, team, body, threads, alone):
 
 
 @kernel
-def _form(words):
+def form_of(words):
     keys, values = part_of(words[5:]), part_of(words[5 + PART_WORDS :])
     return Form(words[0], words[1], words[2], words[3], words[4], keys, values)
 
 
 @kernel
-def _is_slot(job, form, page, row):
+def is_slot(job, form, page, row):
     return 0 <= page < job[PAGE_COUNT] * form.parts and 0 <= row < form.tokens
 
 
 @kernel
-def _word(address, index):
+def word_at(address, index):
     """A view of the int32 word ``index`` words after ``address``; scores are copied as bits."""
     return carray(pointer(address + 4 * np.int64(index)), 1, np.int32)
 
@@ -114,7 +139,7 @@ def _page_in(table, slot, head, place, room):
     row = place - column * np.int32(room)
     if not (0 <= slot < slots and 0 <= column < width):
         return np.int32(-1), row
-    return _word(address, slot * slot_stride + head * head_stride + column * stride)[0], row
+    return word_at(address, slot * slot_stride + head * head_stride + column * stride)[0], row
 
 
 @kernel
@@ -123,7 +148,7 @@ def _table(words):
 
 
 @kernel
-def _encode(address, kind, offset, part, page, row, codes, numbers):
+def encode_at(address, kind, offset, part, page, row, codes, numbers):
     """Read a vector and encode it."""
     if part.bits == 16:
         source = address + (4 if kind == FLOAT else 2) * offset
@@ -137,27 +162,28 @@ def _encode(address, kind, offset, part, page, row, codes, numbers):
 @kernel
 def _store(job, form, page_id, row, token, head, codes, numbers):
     """Encode one head of a token into a slot; without scores in the job the score is 0."""
-    if not _is_slot(job, form, page_id, row):
+    if not is_slot(job, form, page_id, row):
         job[BAD] = 1
         return
     page = job[ARENA] + np.int64(page_id) * form.page_bytes
     offset = token * job[TOKEN_STRIDE] + head * job[HEAD_STRIDE]
-    _encode(job[KEY], job[KIND], offset, form.keys, page, row, codes, numbers)
+    encode_at(job[KEY], job[KIND], offset, form.keys, page, row, codes, numbers)
     offset = token * job[VALUE_TOKEN_STRIDE] + head * job[VALUE_HEAD_STRIDE]
-    _encode(job[VALUE], job[KIND], offset, form.values, page, row, codes, numbers)
-    _word(page + form.positions, row)[0] = _word(job[POSITIONS], token)[0]
-    score = _word(page + form.scores, row)
-    score[0] = _word(job[SCORES], token * job[KV_HEADS] + head)[0] if job[SCORES] else 0
+    encode_at(job[VALUE], job[KIND], offset, form.values, page, row, codes, numbers)
+    word_at(page + form.positions, row)[0] = word_at(job[POSITIONS], token)[0]
+    score = word_at(page + form.scores, row)
+    score[0] = word_at(job[SCORES], token * job[KV_HEADS] + head)[0] if job[SCORES] else 0
 
 
 @team_body
 def store(address):
     job = carray(pointer(address), STORE_WORDS, np.int64)
-    form = _form(job[STORE_FORM : STORE_FORM + FORM_WORDS])
+    form = form_of(job[STORE_FORM : STORE_FORM + FORM_WORDS])
     items = job[ITEMS]
     pages = carray(pointer(job[PAGES]), items, np.int32)
     rows = carray(pointer(job[ROWS]), items, np.int32)
-    codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
+    memory = np.empty(5 * job[HEAD_DIM] + SCRATCH + CACHE_LINE, np.uint8)
+    numbers, codes, _ = scratch_of(memory, job[HEAD_DIM])
     while True:
         start = fetch_add(address, CHUNK)
         if start >= items:
@@ -167,6 +193,7 @@ def store(address):
                 continue
             token, head = item // job[KV_HEADS], item % job[KV_HEADS]
             _store(job, form, pages[item], rows[item], token, head, codes, numbers)
+    memory[0] = 0  # numba frees an array after its last use
 
 
 @job_start
@@ -180,9 +207,10 @@ def start_append(words, body, team, threads):
 @team_body
 def append(address):
     job = carray(pointer(address), APPEND_WORDS, np.int64)
-    form = _form(job[STORE_FORM : STORE_FORM + FORM_WORDS])
+    form = form_of(job[STORE_FORM : STORE_FORM + FORM_WORDS])
     table = _table(job[APPEND_TABLE : APPEND_TABLE + TABLE_WORDS])
-    codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
+    memory = np.empty(5 * job[HEAD_DIM] + SCRATCH + CACHE_LINE, np.uint8)
+    numbers, codes, _ = scratch_of(memory, job[HEAD_DIM])
     items = job[ITEMS]
     while True:
         start = fetch_add(address, CHUNK)
@@ -190,16 +218,17 @@ def append(address):
             break
         for item in range(start, min(items, start + CHUNK)):
             token, head = item // job[KV_HEADS], item % job[KV_HEADS]
-            slot = np.int64(_word(job[APPEND_SLOTS], token)[0])
-            place = _word(job[APPEND_PLACES], token)[0]
+            slot = np.int64(word_at(job[APPEND_SLOTS], token)[0])
+            place = word_at(job[APPEND_PLACES], token)[0]
             page, row = _page_in(table, slot, head, place, form.tokens)
             _store(job, form, page, row, token, head, codes, numbers)
+    memory[0] = 0  # numba frees an array after its last use
 
 
 @kernel
 def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes, numbers):
     """Re-encode the token of one slot into another; a slot out of range sets ``BAD``."""
-    if not (_is_slot(job, source, old_page, old_row) and _is_slot(job, target, new_page, new_row)):
+    if not (is_slot(job, source, old_page, old_row) and is_slot(job, target, new_page, new_row)):
         job[BAD] = 1
         return
     old = job[ARENA] + np.int64(old_page) * source.page_bytes
@@ -218,21 +247,22 @@ def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes,
         codes,
         numbers,
     )
-    _word(new + target.scores, new_row)[0] = _word(old + source.scores, old_row)[0]
-    _word(new + target.positions, new_row)[0] = _word(old + source.positions, old_row)[0]
+    word_at(new + target.scores, new_row)[0] = word_at(old + source.scores, old_row)[0]
+    word_at(new + target.positions, new_row)[0] = word_at(old + source.positions, old_row)[0]
 
 
 @team_body
 def transcode(address):
     job = carray(pointer(address), TRANSCODE_WORDS, np.int64)
-    source = _form(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
-    target = _form(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
+    source = form_of(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
+    target = form_of(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
     items = job[ITEMS]
     source_pages = carray(pointer(job[SOURCE_PAGES]), items, np.int32)
     source_rows = carray(pointer(job[SOURCE_ROWS]), items, np.int32)
     target_pages = carray(pointer(job[TARGET_PAGES]), items, np.int32)
     target_rows = carray(pointer(job[TARGET_ROWS]), items, np.int32)
-    codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
+    memory = np.empty(5 * job[HEAD_DIM] + SCRATCH + CACHE_LINE, np.uint8)
+    numbers, codes, _ = scratch_of(memory, job[HEAD_DIM])
     while True:
         start = fetch_add(address, CHUNK)
         if start >= items:
@@ -242,16 +272,18 @@ def transcode(address):
                 job, source, source_pages[item], source_rows[item], target, target_pages[item],
                 target_rows[item], codes, numbers,
             )  # fmt: skip
+    memory[0] = 0  # numba frees an array after its last use
 
 
 @team_body
 def move(address):
     job = carray(pointer(address), MOVE_WORDS, np.int64)
-    source = _form(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
-    target = _form(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
+    source = form_of(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
+    target = form_of(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
     table = _table(job[SOURCE_TABLE : SOURCE_TABLE + TABLE_WORDS])
     target_table = _table(job[TARGET_TABLE : TARGET_TABLE + TABLE_WORDS])
-    codes, numbers = np.empty(job[HEAD_DIM], np.uint8), np.empty(job[HEAD_DIM], np.float32)
+    memory = np.empty(5 * job[HEAD_DIM] + SCRATCH + CACHE_LINE, np.uint8)
+    numbers, codes, _ = scratch_of(memory, job[HEAD_DIM])
     runs, at_once = job[ITEMS], job[AT_ONCE]
     while True:
         start = fetch_add(address, at_once)
@@ -260,25 +292,26 @@ def move(address):
         for item in range(start, min(runs, start + at_once)):
             first, item = item % job[RUNS] * job[RUN], item // job[RUNS]
             row, head = item // job[HEADS], item % job[HEADS]
-            slot = np.int64(_word(job[SLOTS], row)[0])
+            slot = np.int64(word_at(job[SLOTS], row)[0])
             places = row * job[ROW_STRIDE] + head * job[HEAD_PLACES]
             target_places = row * job[TO_ROW_STRIDE] + head * job[TO_HEAD_PLACES]
             for token in range(first, min(first + job[RUN], job[MOST])):
-                place = _word(job[PLACES], places + token)[0]
-                to = _word(job[TO], target_places + token)[0]
+                place = word_at(job[PLACES], places + token)[0]
+                to = word_at(job[TO], target_places + token)[0]
                 if to < 0:
                     continue
                 page, page_row = _page_in(table, slot, head, place, source.tokens)
                 new_page, new_row = _page_in(target_table, slot, head, to, target.tokens)
                 _transcode(job, source, page, page_row, target, new_page, new_row, codes, numbers)
+    memory[0] = 0  # numba frees an array after its last use
 
 
 @team_body
 def move_pages(address):
     """``move`` into pages that are encoded whole: an item is a page, ``RUN`` its tokens."""
     job = carray(pointer(address), MOVE_WORDS, np.int64)
-    source = _form(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
-    target = _form(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
+    source = form_of(job[SOURCE_FORM : SOURCE_FORM + FORM_WORDS])
+    target = form_of(job[TARGET_FORM : TARGET_FORM + FORM_WORDS])
     table = _table(job[SOURCE_TABLE : SOURCE_TABLE + TABLE_WORDS])
     target_table = _table(job[TARGET_TABLE : TARGET_TABLE + TABLE_WORDS])
     room, dim = job[RUN], job[HEAD_DIM]
@@ -291,19 +324,19 @@ def move_pages(address):
             break
         first, item = item % job[RUNS] * room, item // job[RUNS]
         row, head = item // job[HEADS], item % job[HEADS]
-        slot = np.int64(_word(job[SLOTS], row)[0])
+        slot = np.int64(word_at(job[SLOTS], row)[0])
         places = job[PLACES] + 4 * (row * job[ROW_STRIDE] + head * job[HEAD_PLACES] + first)
         to = job[TO] + 4 * (row * job[TO_ROW_STRIDE] + head * job[TO_HEAD_PLACES] + first)
-        start = _word(to, 0)[0]
+        start = word_at(to, 0)[0]
         if start < 0:
             continue
         page, _ = _page_in(target_table, slot, head, start, target.tokens)
-        is_good = start % np.int32(room) == 0 and _is_slot(job, target, page, 0)
+        is_good = start % np.int32(room) == 0 and is_slot(job, target, page, 0)
         for token in range(room):
-            place = _word(places, token)[0]
-            is_good = is_good and _word(to, token)[0] == start + token
+            place = word_at(places, token)[0]
+            is_good = is_good and word_at(to, token)[0] == start + token
             old, old_row = _page_in(table, slot, head, place, source.tokens)
-            is_good = is_good and _is_slot(job, source, old, old_row)
+            is_good = is_good and is_slot(job, source, old, old_row)
             if is_good:
                 olds[token] = job[ARENA] + np.int64(old) * source.page_bytes
                 rows[token] = old_row
@@ -316,22 +349,27 @@ def move_pages(address):
         encode_keys(keys, target.keys, new)
         encode_values(values, target.values, new)
         for token in range(room):
-            _word(new + target.scores, token)[0] = _word(olds[token] + source.scores, rows[token])[
-                0
-            ]
-            position = _word(olds[token] + source.positions, rows[token])[0]
-            _word(new + target.positions, token)[0] = position
+            word_at(new + target.scores, token)[0] = word_at(
+                olds[token] + source.scores, rows[token]
+            )[0]
+            position = word_at(olds[token] + source.positions, rows[token])[0]
+            word_at(new + target.positions, token)[0] = position
 
 
 @team_body
 def load(address):
     job = carray(pointer(address), LOAD_WORDS, np.int64)
-    form, dim, longest = _form(job[LOAD_FORM : LOAD_FORM + FORM_WORDS]), job[HEAD_DIM], job[LONGEST]
+    form, dim, longest = (
+        form_of(job[LOAD_FORM : LOAD_FORM + FORM_WORDS]),
+        job[HEAD_DIM],
+        job[LONGEST],
+    )
     items = job[ITEMS]
     keys = carray(pointer(job[OUT_KEY]), (items, dim), np.float32)
     values = carray(pointer(job[OUT_VALUE]), (items, dim), np.float32)
     positions = carray(pointer(job[OUT_POSITIONS]), items, np.int32)
-    codes = np.empty(dim, np.uint8)
+    memory = np.empty(5 * dim + SCRATCH + CACHE_LINE, np.uint8)
+    _, codes, _ = scratch_of(memory, dim)
     while True:
         start = fetch_add(address, CHUNK)
         if start >= items:
@@ -339,21 +377,22 @@ def load(address):
         for item in range(start, min(items, start + CHUNK)):
             line, token = item // longest, item % longest
             keys[item], values[item], positions[item] = 0.0, 0.0, -1
-            if token >= _word(job[TOKENS], line)[0]:
+            if token >= word_at(job[TOKENS], line)[0]:
                 continue
             entry, row = token // form.tokens, token % form.tokens
-            page_id = _word(job[TABLE], line * job[TABLE_STRIDE] + min(entry, job[WIDTH] - 1))[0]
-            if entry >= job[WIDTH] or not _is_slot(job, form, page_id, row):
+            page_id = word_at(job[TABLE], line * job[TABLE_STRIDE] + min(entry, job[WIDTH] - 1))[0]
+            if entry >= job[WIDTH] or not is_slot(job, form, page_id, row):
                 job[BAD] = 1
                 continue
             page = job[ARENA] + np.int64(page_id) * form.page_bytes
             decode(form.keys, page, row, codes, keys[item])
             decode(form.values, page, row, codes, values[item])
-            positions[item] = _word(page + form.positions, row)[0]
+            positions[item] = word_at(page + form.positions, row)[0]
+    memory[0] = 0  # numba frees an array after its last use
 
 
 @kernel
-def _round(address, kind, offset, numbers, codes, metadata, bits, groups, is_float, times):
+def round_at(address, kind, offset, numbers, codes, metadata, bits, groups, is_float, times):
     """Read a vector and round it, see ``round_vector``."""
     if groups == 1 and not is_float and bits < 16:
         source = address + (4 if kind == FLOAT else 2) * offset
@@ -371,7 +410,8 @@ def round_trip(address):
     quantized = carray(pointer(job[ROUND_QUANTIZED]), items // heads, np.uint8)
     keys = carray(pointer(job[ROUND_OUT_KEY]), (items, dim), np.float32)
     values = carray(pointer(job[ROUND_OUT_VALUE]), (items, dim), np.float32)
-    codes, metadata = np.empty(dim, np.uint8), np.empty(2, np.uint16)
+    memory = np.empty(5 * dim + SCRATCH + CACHE_LINE, np.uint8)
+    _, codes, metadata = scratch_of(memory, dim)
     key_bits, key_groups = job[ROUND_KEY_BITS], job[ROUND_KEY_GROUPS]
     value_bits, value_groups = job[ROUND_VALUE_BITS], job[ROUND_VALUE_GROUPS]
     strides, is_float = job[ROUND_STRIDES : ROUND_STRIDES + 4], job[ROUND_IS_FLOAT]
@@ -383,12 +423,13 @@ def round_trip(address):
             token, head = item // heads, item % heads
             times = 2 if quantized[token] else 0
             at = token * strides[0] + head * strides[1]
-            _round(
+            round_at(
                 job[ROUND_KEY], job[ROUND_KIND], at, keys[item], codes, metadata, key_bits,
                 key_groups, is_float, times,
             )  # fmt: skip
             at = token * strides[2] + head * strides[3]
-            _round(
+            round_at(
                 job[ROUND_VALUE], job[ROUND_KIND], at, values[item], codes, metadata, value_bits,
                 value_groups, is_float, times,
             )  # fmt: skip
+    memory[0] = 0  # numba frees an array after its last use

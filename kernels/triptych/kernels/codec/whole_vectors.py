@@ -100,6 +100,16 @@ def _through_half(emitter, numbers):
     return emitter.build.fpext(_to_half(emitter, numbers), numbers.type)
 
 
+def _divided(emitter, number, divisor, inverse):
+    """The correctly rounded quotient, given the correctly rounded inverse of the divisor.
+
+    Source: Markstein, Computation of elementary functions on the IBM RISC System/6000 (1990)
+    """
+    near = emitter.build.fmul(number, inverse)
+    rest = emitter.fma(emitter.build.fneg(near), divisor, number)
+    return emitter.fma(rest, inverse, near)
+
+
 def _half_scalar(build, number):
     return build.fpext(build.fptrunc(number, HALF), FLOAT)
 
@@ -117,13 +127,16 @@ def _trip(emitter, numbers, top):
         build.fcmp_ordered(">", scale, FLOAT(0.0)),
         build.fcmp_ordered("<", scale, FLOAT(float("inf"))),
     )
-    step = emitter.splat(build.select(is_range, scale, FLOAT(1.0)), LANES)
+    divisor = build.select(is_range, scale, FLOAT(1.0))
+    step = emitter.splat(divisor, LANES)
+    inverse = emitter.splat(build.fdiv(FLOAT(1.0), divisor), LANES)
     most = emitter.splat(build.select(is_range, top, FLOAT(0.0)), LANES)
     zeros = emitter.splat(zero, LANES)
     nearest = emitter.declare(f"llvm.rint.v{LANES}f32", numbers[0].type, (numbers[0].type,))
     decoded = []
     for part in numbers:
-        code = build.call(nearest, [build.fdiv(build.fsub(part, zeros), step)])
+        quotient = _divided(emitter, build.fsub(part, zeros), step, inverse)
+        code = build.call(nearest, [quotient])
         code = emitter.minimum(emitter.maximum(code, emitter.constant(0.0, code)), most)
         number = build.fadd(build.fmul(code, step), zeros)
         decoded.append(_through_half(emitter, number))

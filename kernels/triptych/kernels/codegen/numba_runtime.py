@@ -25,6 +25,8 @@ from triptych.core.config.cache_dirs import can_write, writable_cache_dir
 from triptych.kernels.codegen.simd import POINTER, Emitter, vector
 
 LANES = 16
+CACHE_LINE = 64
+"""Bytes."""
 _KERNELS = Path(__file__).parents[1]
 
 
@@ -134,6 +136,16 @@ def run_team(team, body, job, threads):
         _enter_team(team, body, job.ctypes.data, threads)
     else:
         _call_body(body, job.ctypes.data)
+
+
+@kernel
+def line_address(array):
+    """The first address in an array at which a cache line begins.
+
+    numba aligns arrays to half a line, and a tile or a vector that lies across two lines takes
+    twice as long to load. So an array is made ``CACHE_LINE`` bytes longer than what is in it.
+    """
+    return (array.ctypes.data + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
 @intrinsic

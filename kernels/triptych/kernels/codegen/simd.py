@@ -39,6 +39,9 @@ EXP2 = (  # minimax for 2**x - 1 over x in [-1/2, 1/2], highest power first; Cep
     1.0,
 )
 
+SHIFT = 1.5 * 2**23
+"""Adding and subtracting it rounds a float32 to the nearest integer, ties to even."""
+
 
 def vector(element: ir.Type, lanes: int) -> Any:
     return ir.VectorType(element, lanes)
@@ -121,18 +124,18 @@ class Emitter:
         return self.build.call(pick, [values], fastmath=("nnan",))
 
     def exp2(self, power: Value) -> Value:
-        """2**power within 2e-7, and at least 2**-126, for powers up to 127."""
-        low = self.maximum(power, self.constant(-126.0, power))
-        whole = self.build.call(self._intrinsic("llvm.rint", low, (low.type,), low.type), [low])
-        part = self.build.fsub(low, whole)
+        """2**power within 2e-7, and at least 2**-125, for powers up to 127."""
+        build, low = self.build, self.maximum(power, self.constant(-125.0, power))
+        # The sum has the nearest integer in its lowest bits.
+        shifted = build.fadd(low, self.constant(SHIFT, low))
+        part = build.fsub(low, build.fsub(shifted, self.constant(SHIFT, low)))
         result = self.constant(EXP2[0], part)
         for coefficient in EXP2[1:]:
             result = self.fma(result, part, self.constant(coefficient, part))
         kind = vector(I32, power.type.count) if isinstance(power.type, ir.VectorType) else I32
-        exponent = self.build.fptosi(whole, kind)
-        biased = self.build.add(exponent, self.constant(127, exponent))
-        bits = self.build.shl(biased, self.constant(23, biased))
-        return self.build.fmul(result, self.build.bitcast(bits, power.type))
+        exponent = build.bitcast(shifted, kind)
+        exponent = build.shl(exponent, self.constant(23, exponent))
+        return build.bitcast(build.add(build.bitcast(result, kind), exponent), power.type)
 
     def inverse(self, values: Value) -> Value:
         """1 / value within 1e-7, of 16 positive normal numbers."""

@@ -23,7 +23,15 @@ from triptych.kernels.codegen.amx import (
     zero_tile,
 )
 from triptych.kernels.codegen.amx import ROWS as TILE_ROWS
-from triptych.kernels.codegen.numba_runtime import LANES, fetch_add, kernel, pointer, team_body
+from triptych.kernels.codegen.numba_runtime import (
+    CACHE_LINE,
+    LANES,
+    fetch_add,
+    kernel,
+    line_address,
+    pointer,
+    team_body,
+)
 from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I32, I64, POINTER, Emitter, vector
 from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES, TABLE
 from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
@@ -48,7 +56,6 @@ PANEL_BYTES = 2 * TILE_BYTES
 """Of the weights of 32 inputs and outputs: two tiles, for 16 outputs each."""
 SUMS, FIRST_INPUTS, FIRST_WEIGHTS = 0, 4, 6
 """Tiles."""
-CACHE_LINE = 64
 FEW_PIECES = 4
 """Pieces that are expanded together for a single tile of rows, which does not read them again."""
 PREFETCHED = 4096
@@ -237,7 +244,8 @@ def prepare(address):
     """Write the inputs of the rows that the shared counter gives."""
     job = carray(pointer(address), WORDS, np.int64)
     pieces = job[GROUPS] * job[PIECES]
-    numbers = np.empty(pieces * PIECE, np.float32)
+    memory = np.empty(pieces * PIECE + CACHE_LINE // 4, np.float32)
+    numbers = carray(pointer(line_address(memory)), pieces * PIECE, np.float32)
     while True:
         start = fetch_add(address, TILE_ROWS)
         if start >= job[ROWS]:
@@ -247,7 +255,7 @@ def prepare(address):
             inputs = job[INPUTS] + row // TILE_ROWS * pieces * TILE_BYTES
             inputs += row % TILE_ROWS * ROW_BYTES
             _write_input(numbers.ctypes.data, job[NORM], factor, inputs, pieces)
-    numbers[0] = 0.0  # numba frees an array after its last use
+    memory[0] = np.float32(0.0)  # numba frees an array after its last use
 
 
 @kernel
@@ -264,12 +272,11 @@ def _multiply_block(inputs, panel, pieces, input_bytes, sums, rows):
 
 
 @kernel
-def _multiply_tile(job, tile, memory, results):
-    """``memory``: for the expanded weights; ``results``: for the sums of a block."""
+def _multiply_tile(job, tile, panel, results):
+    """``panel``: memory for the expanded weights; ``results``: for the sums of a block."""
     groups, pieces = job[GROUPS], job[PIECES]
     group_bytes = pieces * PIECE_BYTES + GRID_BYTES
     packed = job[PACKED] + tile * groups * group_bytes
-    panel = (memory.ctypes.data + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
     input_bytes, sums = groups * pieces * TILE_BYTES, results.ctypes.data
     if job[ROWS] <= TILE_ROWS:
         each = max(1, FEW_PIECES // pieces)
@@ -294,13 +301,16 @@ def _multiply_tile(job, tile, memory, results):
 def multiply(address):
     """Take tiles of weights from the shared counter until none is left."""
     job = carray(pointer(address), WORDS, np.int64)
-    memory = np.empty(job[GROUPS] * job[PIECES] * PANEL_BYTES + CACHE_LINE, np.uint8)
-    results = np.empty((BLOCK_ROWS, OUTPUTS), np.float32)
+    size = 4 * BLOCK_ROWS * OUTPUTS
+    memory = np.empty(job[GROUPS] * job[PIECES] * PANEL_BYTES + size + CACHE_LINE, np.uint8)
+    results = carray(pointer(line_address(memory)), (BLOCK_ROWS, OUTPUTS), np.float32)
+    panel = line_address(memory) + size
     use_tiles(job[CONFIG])
     while True:
         start = fetch_add(address, job[CHUNK])
         if start >= job[TILES]:
             break
         for tile in range(start, min(job[TILES], start + job[CHUNK])):
-            _multiply_tile(job, tile, memory, results)
+            _multiply_tile(job, tile, panel, results)
     end_tiles()
+    memory[0] = 0  # numba frees an array after its last use

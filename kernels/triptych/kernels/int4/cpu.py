@@ -15,7 +15,7 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.kernels.codegen.jobs import Job, job_start
 from triptych.kernels.codegen.native import multiplies_tiles
-from triptych.kernels.codegen.numba_runtime import pointer, run_team
+from triptych.kernels.codegen.numba_runtime import CACHE_LINE, line_address, pointer, run_team
 from triptych.kernels.floats import KINDS
 from triptych.kernels.int4.layout import OUTPUTS, PIECE, Int4Tiles
 from triptych.kernels.int4.product_job import (
@@ -51,9 +51,9 @@ def _product() -> ModuleType:
 @job_start
 def _start(words, body, team, threads):
     job = carray(pointer(words), WORDS, np.int64)
-    inputs = np.empty(job[INPUT_WORDS], np.uint32)
+    inputs = np.empty(job[INPUT_WORDS] + CACHE_LINE // 4, np.uint32)
     sums = np.empty(job[ROWS] * job[GROUPS], np.float32)
-    job[INPUTS], job[SUMS] = inputs.ctypes.data, sums.ctypes.data
+    job[INPUTS], job[SUMS] = line_address(inputs), sums.ctypes.data
     job[COUNTER] = 0
     run_team(team, job[PREPARE], job, threads if job[ROWS] > FEW_ROWS else 1)
     job[COUNTER] = 0

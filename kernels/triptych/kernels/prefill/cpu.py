@@ -82,10 +82,12 @@ def _attend(
     """Write attention of one sequence to ``out`` [n, H, d]; add to ``sums`` [H, N] if given."""
     count, heads, dim = query.shape
     kv_heads, known, _ = keys.key.shape
-    is_plain = window == 0 and not reads_all and _has_no_gap(keys, count)
+    is_causal = not reads_all and _has_no_gap(keys, count)
+    is_plain = is_causal and window == 0
     if query.dtype == torch.bfloat16 and softcap == 0 and dim % 2 == 0 and multiplies_bfloat():
-        hidden = None if is_plain else ~visible(keys, count, window, reads_all)
-        attend(query, keys.key, keys.value, out, scale, sinks=sinks, sums=sums, hidden=hidden)
+        hidden = None if is_causal else ~visible(keys, count, window, reads_all)
+        pair = keys.key, keys.value
+        attend(query, *pair, out, scale, window=window, sinks=sinks, sums=sums, hidden=hidden)
         return
     group, first = heads // kv_heads, known - count
     grouped = (query.float() * scale).view(count, kv_heads, group, dim).permute(1, 2, 0, 3)

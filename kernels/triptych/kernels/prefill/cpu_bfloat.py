@@ -2,139 +2,96 @@
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
 """Prefill attention on the CPU in bfloat16, some queries of a head at a time.
 
-Logits and weights of these queries stay in the cache: products of bfloat16 numbers are
-added up in float32, softmax is computed in float32, and its weights are rounded to bfloat16 for the
-product with the values.
+Logits and weights of these queries stay in the cache: products of bfloat16 numbers are added up in
+float32, and softmax is computed in float32. Its powers are rounded to bfloat16 for the product with
+the values, which is divided by their sum.
 
 The bits of a row do not depend on the other rows: each sum is in the order of the keys, and hidden
 keys add zeros. Column sums of a head are added row after row.
+
+Keys and values are numbers in memory, or, in a job, those of raw pages.
 """
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
+from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.kernels.codegen.amx import (
-    add_bfloat_products,
-    end_tiles,
-    load_tile,
-    store_tile,
-    tile_config,
-    use_tiles,
-    zero_tile,
-)
-from triptych.kernels.codegen.native import multiplies_tiles
+from triptych.core.errors import ConfigError
+from triptych.core.layout import PageLayout
+from triptych.kernels.codec.cpu import OUT_OF_RANGE
+from triptych.kernels.codegen.amx import end_tiles, tile_config, use_tiles
+from triptych.kernels.codegen.jobs import Job, job_start
 from triptych.kernels.codegen.numba_runtime import (
+    CACHE_LINE,
     LANES,
     fetch_add,
     kernel,
+    line_address,
     pointer,
     run_team,
-    team_address,
     team_body,
-    team_threads,
 )
-from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I64, POINTER, Emitter, vector
-from triptych.kernels.floats import BFLOAT as BFLOAT_KIND
-from triptych.kernels.floats import FLOAT as FLOAT_KIND
-from triptych.kernels.floats import bfloat_pair, read_floats, round_floats, write_floats
-from triptych.kernels.prefill.cpu_softmax import HIDDEN, exponentiate_row
+from triptych.kernels.floats import (
+    BFLOAT,
+    FLOAT,
+    HALF,
+    KINDS,
+    bfloat_pair,
+    read_floats,
+    round_floats,
+    write_floats,
+)
+from triptych.kernels.pages import check_arena
+from triptych.kernels.prefill.cpu_blocks import COLUMNS as TILE
+from triptych.kernels.prefill.cpu_blocks import (
+    ROWS,
+    add_weights,
+    exponentiate,
+    hide,
+    largest,
+    multiply,
+)
+from triptych.kernels.prefill.cpu_softmax import HIDDEN, LOG2_E
+from triptych.kernels.prompt_parts import (
+    COUNT,
+    FIRST,
+    PART_WORDS,
+    START,
+    SUMMED,
+    SUMS,
+    SUMS_FROM,
+    SUMS_HEAD,
+    SUMS_LAYER,
+    TABLE,
+    TABLE_HEAD,
+    TABLE_LAYER,
+    WIDTH,
+    PartTable,
+)
 
-ROWS = 16 if multiplies_tiles() else 8
-"""Queries of a block: as many as a tile has rows, or as there are registers for."""
-TILE = 2 * LANES
-"""Columns of a product that are computed together."""
 PADDING = TILE
 """Numbers between rows of logits, so that columns of a tile do not compete for cache lines."""
 
-COUNTER, QUERY, COUNT, HEADS, GROUP, DIM, KEY, VALUE, KNOWN, FIRST, OUT, MASK, MASK_HEAD = range(13)
-SUMS, SUMS_STRIDE, SUMMED, SINKS, SCALE, KEY_HEAD, KEY_TOKEN, VALUE_HEAD, VALUE_TOKEN = range(
-    13, 22
-)
-KEYS, VALUES, CONFIG = range(22, 25)
-WORDS = 25
-"""Words of a job. ``KEYS`` and ``VALUES`` are float32; ``KEY`` has tiles [d / 2, 32] of pairs of
-channels, ``VALUE`` pairs of keys [N / 2, d]; both are of bfloat16, for each head, and ``d`` is
-rounded up to whole tiles. ``CONFIG`` is for ``use_tiles``."""
-_CONFIG = tile_config(LANES, 0, 5)
+COUNTER, HEADS, GROUP, DIM, SCALE, WINDOW, CONFIG, PACK, QUERY, QUERY_KIND, QUERY_TOKEN = range(11)
+QUERY_HEAD, OUT, SINKS, MASK, MASK_HEAD, LAYER, PARTS, KEYS, VALUES, STRIDES = range(11, 21)
+ARENA, PAGE_COUNT, PAGE_BYTES, PAGE_TOKENS, KEY_ROWS, KEY_ROW, VALUE_ROWS, VALUE_ROW = range(24, 32)
+BAD, PART, KNOWN, KEY, VALUE = range(32, 37)
+WORDS = 37
+"""Words of a job. ``PARTS``: address of the parts of prompts, see ``PartTable``.
 
+With ``KEYS`` there is one part, whose ``KEYS`` and ``VALUES`` are float32; ``STRIDES`` of their
+heads and tokens are in elements. Else keys and values are float16 numbers in the pages of an arena:
+``KEY_ROWS`` is their offset in a page, and ``KEY_ROW`` the distance of two tokens, in bytes.
 
-@intrinsic
-def _multiply(typing_context, rows, row_bytes, columns, pair_bytes, pairs, out, out_bytes):
-    """Product of a block of rows with 32 columns: float32 to ``out``.
-
-    Both sides are pairs of bfloat16: a row has ``pairs`` of them, a multiple of 16, and each column
-    one at a time.
-    """
-    product = _tile_product if multiplies_tiles() else _vector_product
-
-    def emit(context, builder, signature, arguments):
-        pointers = [builder.inttoptr(arguments[at], POINTER) for at in (0, 2, 5)]
-        product(Emitter(builder), *pointers, *(arguments[at] for at in (1, 3, 4, 6)))
-        return context.get_dummy_value()
-
-    word = types.int64
-    return types.void(*[word] * 7), emit
-
-
-def _vector_product(emitter, rows, columns, out, row_bytes, pair_bytes, pairs, out_bytes):
-    builder, wide = emitter.build, vector(FLOAT, LANES)
-    places = [(row, half) for row in range(ROWS) for half in range(2)]
-    zero = ir.Constant(wide, [0.0] * LANES)
-    sums = {place: emitter.variable(zero) for place in places}
-    starts = [emitter.byte(rows, builder.mul(row_bytes, I64(row))) for row in range(ROWS)]
-    with emitter.loop(pairs) as index:
-        near = emitter.byte(columns, builder.mul(index, pair_bytes))
-        kind = vector(BFLOAT, 2 * LANES)
-        halves = [emitter.load(emitter.byte(near, 64 * half), kind) for half in range(2)]
-        offset = builder.mul(index, I64(4))
-        for row in range(ROWS):
-            pair = emitter.splat_pair(emitter.byte(starts[row], offset))
-            for half in range(2):
-                slot = sums[row, half]
-                before = builder.load(slot, typ=wide)
-                builder.store(emitter.add_bfloat_pairs(before, halves[half], pair), slot)
-    for (row, half), slot in sums.items():
-        at = emitter.byte(out, builder.mul(out_bytes, I64(row)))
-        emitter.store(builder.load(slot, typ=wide), emitter.byte(at, 64 * half))
-
-
-def _tile_product(emitter, rows, columns, out, row_bytes, pair_bytes, pairs, out_bytes):
-    builder, sums, left, right = emitter.build, (0, 1), 2, (3, 4)
-    for tile in sums:
-        zero_tile(emitter, tile)
-    with emitter.loop(builder.udiv(pairs, I64(LANES))) as index:
-        load_tile(emitter, left, emitter.byte(rows, builder.mul(index, I64(64))), row_bytes)
-        near = emitter.byte(columns, builder.mul(index, builder.mul(pair_bytes, I64(LANES))))
-        for half in range(2):
-            load_tile(emitter, right[half], emitter.byte(near, 64 * half), pair_bytes)
-            add_bfloat_products(emitter, sums[half], left, right[half])
-    for half in range(2):
-        store_tile(emitter, sums[half], emitter.byte(out, 64 * half), out_bytes)
-
-
-@intrinsic
-def _weigh(typing_context, powers, factor, sums, weights, vectors):
-    """Multiply vectors of floats, add them to ``sums``, and round them to bfloat16 ``weights``."""
-
-    def emit(context, builder, signature, arguments):
-        emitter, kind = Emitter(builder), vector(FLOAT, LANES)
-        powers, sums, weights = (builder.inttoptr(arguments[at], POINTER) for at in (0, 2, 3))
-        factor = emitter.splat(arguments[1], LANES)
-        with emitter.loop(arguments[4]) as index:
-            offset = builder.mul(index, I64(4 * LANES))
-            weight = builder.fmul(emitter.load(emitter.byte(powers, offset), kind), factor)
-            slot = emitter.byte(sums, offset)
-            emitter.store(builder.fadd(emitter.load(slot, kind), weight), slot)
-            target = emitter.byte(weights, builder.mul(index, I64(2 * LANES)))
-            emitter.store(emitter.to_bfloats(weight), target)
-        return context.get_dummy_value()
-
-    word = types.int64
-    return types.void(word, types.float32, word, word, word), emit
+Set for each part: ``PART`` is its address, ``KNOWN`` its tokens and the earlier ones. ``KEY`` has
+tiles [d / 2, 32] of pairs of channels, ``VALUE`` pairs of keys [N / 2, d]; both are of bfloat16,
+for each head, and ``d`` is rounded up to whole tiles.
+"""
+FEW = 1 << 13
+"""Up to so many logits one thread computes alone."""
+_CONFIG = tile_config(LANES, 0, 0)
 
 
 @kernel
@@ -144,40 +101,57 @@ def _wide(count, size):
 
 
 @kernel
-def _pack_keys(job, head, tile):
-    dim, known = job[DIM], job[KNOWN]
-    wide = _wide(dim, TILE)
-    numbers = np.zeros(wide, np.float32)
-    place = job[KEY] + 2 * wide * (head * _wide(known, TILE) + tile * TILE)
+def _read(job, head, token, is_key, numbers):
+    """Read the key or the value of a token as float32."""
+    if job[KEYS]:
+        place, strides = (KEYS, STRIDES) if is_key else (VALUES, STRIDES + 2)
+        offset = head * job[strides] + token * job[strides + 1]
+        read_floats(job[place], FLOAT, offset, numbers)
+        return
+    part = carray(pointer(job[PART]), PART_WORDS, np.int64)
+    entry, row = token // job[PAGE_TOKENS], token % job[PAGE_TOKENS]
+    table = part[TABLE] + job[LAYER] * part[TABLE_LAYER] + head * part[TABLE_HEAD]
+    ids = carray(pointer(table), part[WIDTH], np.int32)
+    if entry >= len(ids) or not 0 <= ids[entry] < job[PAGE_COUNT]:
+        job[BAD] = 1
+        return
+    page = job[ARENA] + np.int64(ids[entry]) * job[PAGE_BYTES]
+    offsets = KEY_ROWS if is_key else VALUE_ROWS
+    read_floats(page + job[offsets] + row * job[offsets + 1], HALF, 0, numbers)
+
+
+@kernel
+def _read_rounded(job, head, token, is_key, numbers):
+    """Read the key or the value of a token, rounded to bfloat16; 0 behind the last one."""
+    numbers[:] = np.float32(0.0)
+    if token < job[KNOWN]:
+        line = numbers[: job[DIM]]
+        _read(job, head, token, is_key, line)
+        round_floats(line)
+
+
+@kernel
+def _pack_keys(job, head, tile, memory):
+    wide = _wide(job[DIM], TILE)
+    place = job[KEY] + 2 * wide * (head * _wide(job[KNOWN], TILE) + tile * TILE)
     pairs = carray(pointer(place), (wide // 2, TILE), np.uint32)
+    numbers = carray(pointer(memory), wide, np.float32)
     for at in range(TILE):
-        key, line = tile * TILE + at, numbers[:dim]
-        line[:] = np.float32(0.0)
-        if key < known:
-            offset = head * job[KEY_HEAD] + key * job[KEY_TOKEN]
-            read_floats(job[KEYS], FLOAT_KIND, offset, line)
-            round_floats(line)
+        _read_rounded(job, head, tile * TILE + at, True, numbers)
         words = numbers.view(np.uint32)
         for pair in range(wide // 2):
             pairs[pair, at] = bfloat_pair(words[2 * pair], words[2 * pair + 1])
 
 
 @kernel
-def _pack_values(job, head, tile):
-    dim, known = job[DIM], job[KNOWN]
-    wide = _wide(dim, TILE)
-    numbers = np.zeros((2, wide), np.float32)
+def _pack_values(job, head, tile, memory):
+    wide = _wide(job[DIM], TILE)
+    numbers = carray(pointer(memory), (2, wide), np.float32)
     for pair in range(tile * LANES, (tile + 1) * LANES):
         for at in range(2):
-            value = 2 * pair + at
-            line = numbers[at, :dim]
-            line[:] = np.float32(0.0)
-            if value < known:
-                offset = head * job[VALUE_HEAD] + value * job[VALUE_TOKEN]
-                read_floats(job[VALUES], FLOAT_KIND, offset, line)
-                round_floats(line)
+            _read_rounded(job, head, 2 * pair + at, False, numbers[at])
         words = numbers.view(np.uint32)
-        place = job[VALUE] + 2 * wide * (head * _wide(known, TILE) + 2 * pair)
+        place = job[VALUE] + 2 * wide * (head * _wide(job[KNOWN], TILE) + 2 * pair)
         pairs = carray(pointer(place), wide, np.uint32)
         for channel in range(wide):
             pairs[channel] = bfloat_pair(words[0, channel], words[1, channel])
@@ -188,83 +162,179 @@ def _pack(address):
     """Take tiles of keys and values of a head from the shared counter until none is left."""
     job = carray(pointer(address), WORDS, np.int64)
     tiles = _wide(job[KNOWN], TILE) // TILE
+    # An array of numba's counts its views, with an atomic operation each; an address does not.
+    memory = np.empty(2 * _wide(job[DIM], TILE) + CACHE_LINE // 4, np.float32)
+    near = line_address(memory)
     while True:
         index = fetch_add(address, 1)
         if index >= tiles * (job[HEADS] // job[GROUP]):
             break
-        _pack_keys(job, index // tiles, index % tiles)
-        _pack_values(job, index // tiles, index % tiles)
+        _pack_keys(job, index // tiles, index % tiles, near)
+        _pack_values(job, index // tiles, index % tiles, near)
+    memory[0] = np.float32(0.0)  # numba frees an array after its last use
 
 
 @kernel
-def _attend_block(job, head, start, query, logits, weights, mixed, sums):
+def _multiply_keys(job, query, head, begin, seen, logits):
+    """Products of a block of queries with the keys from ``begin`` to ``seen``, whole tiles."""
+    wide, pitch = _wide(job[DIM], TILE), logits.shape[1]
+    keys = job[KEY] + 2 * wide * _wide(job[KNOWN], TILE) * (head // job[GROUP])
+    near, out, block = query.ctypes.data, logits.ctypes.data, 2 * wide * TILE
+    key = begin
+    while key < seen:
+        columns, target = keys + 2 * wide * key, out + 4 * key
+        if key + TILE < seen:
+            multiply(near, 2 * wide, columns, 4 * TILE, wide // 2, target, 4 * pitch, block, 2)
+            key += 2 * TILE
+        else:
+            multiply(near, 2 * wide, columns, 4 * TILE, wide // 2, target, 4 * pitch, block, 1)
+            key += TILE
+
+
+@kernel
+def _multiply_values(job, weights, head, begin, seen, mixed):
+    """Products of a block of weights with the values from ``begin`` to ``seen``, whole tiles."""
+    wide, pitch = _wide(job[DIM], TILE), weights.shape[1]
+    values = job[VALUE] + 2 * wide * _wide(job[KNOWN], TILE) * (head // job[GROUP])
+    near, out = weights.ctypes.data + 2 * begin, mixed.ctypes.data
+    pairs, rows = (seen - begin) // 2, values + 2 * wide * begin
+    channel = 0
+    while channel < wide:
+        columns, target = rows + 4 * channel, out + 4 * channel
+        if channel + TILE < wide:
+            multiply(near, 2 * pitch, columns, 4 * wide, pairs, target, 4 * wide, 4 * TILE, 2)
+            channel += 2 * TILE
+        else:
+            multiply(near, 2 * pitch, columns, 4 * wide, pairs, target, 4 * wide, 4 * TILE, 1)
+            channel += TILE
+
+
+@kernel
+def _soften(job, head, first, limit, line, weights, sums):
+    """Replace the logits of a row by powers of 2, in ``weights`` as bfloat16.
+
+    The row sees keys from ``first`` on, and ``limit`` of all. Returns what the powers are to be
+    multiplied by; ``sums`` of keys get the products, if the part has sums.
+    """
+    part = carray(pointer(job[PART]), PART_WORDS, np.int64)
+    at, target = line.ctypes.data, weights.ctypes.data
+    start, end = first // LANES, _wide(limit, LANES) // LANES
+    hide(at, limit, end * LANES)
+    hide(at, start * LANES, first)
+    factor = np.float32(job.view(np.float64)[SCALE]) * LOG2_E
+    most, rest = largest(at, start, end) * factor, np.float32(0.0)
+    if job[SINKS]:
+        sink = carray(pointer(job[SINKS]), job[HEADS], np.float32)[head] * LOG2_E
+        most = max(most, sink)
+        rest = np.exp2(sink - most)
+    kept = min(max(start, part[SUMS_FROM] // LANES if part[SUMS] else end), end - 1)
+    masked = end - 1
+    if job[MASK] or first > 0:
+        kept = masked = start
+    total = exponentiate(at, target, (start, kept, masked, end), factor, most)
+    inverse = np.float32(1.0) / (total + rest)
+    if part[SUMS]:
+        add_weights(at, inverse, sums.ctypes.data, kept, end)
+    return inverse
+
+
+@kernel
+def _hide_masked(job, head, row, line):
+    """Hide the logits of the keys that the mask of a query has."""
+    at = job[MASK] + head // job[GROUP] * job[MASK_HEAD] + row * len(line)
+    hidden = carray(pointer(at), len(line), np.uint8)
+    for column in range(len(line)):
+        line[column] = np.float32(HIDDEN) if hidden[column] else line[column]
+
+
+@kernel
+def _attend_block(job, head, start, query, logits, weights, mixed, factors, sums):
     """Attention of a block of queries of a head, or of the last ones."""
-    dim, count = job[DIM], min(ROWS, job[COUNT] - start)
-    known, wide = _wide(job[KNOWN], TILE), _wide(dim, TILE)
-    seen = known if job[MASK] else _wide(job[FIRST] + start + count, TILE)
+    part = carray(pointer(job[PART]), PART_WORDS, np.int64)
+    dim, count, known = job[DIM], min(ROWS, part[COUNT] - start), _wide(job[KNOWN], TILE)
+    position = part[FIRST] + start
+    begin = max(0, position - job[WINDOW] + 1) // TILE * TILE if job[WINDOW] else 0
+    seen = known if job[MASK] else _wide(position + count, TILE)
+    line = mixed[0, :dim]
     for row in range(count):
-        at = job[QUERY] + 2 * dim * ((start + row) * job[HEADS] + head)
-        query[row, :dim] = carray(pointer(at), dim, np.uint16)
-    keys = job[KEY] + 2 * wide * known * (head // job[GROUP])
-    near, out, pitch = query.ctypes.data, logits.ctypes.data, logits.shape[1]
-    for tile in range(seen // TILE):
-        columns = keys + 2 * wide * TILE * tile
-        _multiply(near, 2 * wide, columns, 4 * TILE, wide // 2, out + 4 * TILE * tile, 4 * pitch)
+        token = part[START] + start + row
+        offset = token * job[QUERY_TOKEN] + head * job[QUERY_HEAD]
+        read_floats(job[QUERY], job[QUERY_KIND], offset, line)
+        write_floats(line, query.ctypes.data, BFLOAT, row * query.shape[1])
+    _multiply_keys(job, query, head, begin, seen, logits)
     for row in range(count):
-        limit = known if job[MASK] else job[FIRST] + start + row + 1
-        line = logits[row, :seen]
+        limit = position + row + 1
+        first = max(0, limit - job[WINDOW]) if job[WINDOW] else 0
         if job[MASK]:
-            at = job[MASK] + head // job[GROUP] * job[MASK_HEAD] + (start + row) * known
-            hidden = carray(pointer(at), known, np.uint8)
-            for column in range(known):
-                line[column] = np.float32(HIDDEN) if hidden[column] else line[column]
-        sink = job[SINKS] + 4 * head if job[SINKS] else 0
-        factor = exponentiate_row(line, limit, np.float32(job.view(np.float64)[SCALE]), sink)
-        vectors = _wide(limit, LANES) // LANES
-        powers, target = out + 4 * pitch * row, weights.ctypes.data + 2 * pitch * row
-        _weigh(powers, factor, sums.ctypes.data, target, vectors)
-        weights[row, vectors * LANES : seen] = np.uint16(0)
-    values = job[VALUE] + 2 * wide * known * (head // job[GROUP])
-    near, out = weights.ctypes.data, mixed.ctypes.data
-    for channel in range(0, wide, TILE):
-        columns = values + 4 * channel
-        _multiply(near, 2 * pitch, columns, 4 * wide, seen // 2, out + 4 * channel, 4 * wide)
+            _hide_masked(job, head, start + row, logits[row, :known])
+            limit = known
+        factors[row] = _soften(job, head, first, limit, logits[row], weights[row], sums)
+        weights[row, begin : first // LANES * LANES] = np.uint16(0)
+        weights[row, _wide(limit, LANES) : seen] = np.uint16(0)
+    _multiply_values(job, weights, head, begin, seen, mixed)
     for row in range(count):
-        offset = dim * ((start + row) * job[HEADS] + head)
-        write_floats(mixed[row, :dim], job[OUT], BFLOAT_KIND, offset)
+        line = mixed[row, :dim]
+        line *= factors[row]
+        offset = dim * ((part[START] + start + row) * job[HEADS] + head)
+        write_floats(line, job[OUT], BFLOAT, offset)
 
 
 @team_body
 def _work(address):
-    """Take heads from the shared counter until none is left."""
+    """Take heads of a part from the shared counter until none is left."""
     job = carray(pointer(address), WORDS, np.int64)
-    known, dim = _wide(job[KNOWN], TILE), job[DIM]
-    query = np.zeros((ROWS, _wide(dim, TILE)), np.uint16)
-    logits = np.empty((ROWS, known + PADDING), np.float32)
-    weights = np.zeros((ROWS, known + PADDING), np.uint16)
-    mixed = np.empty((ROWS, _wide(dim, TILE)), np.float32)
-    sums = np.zeros(known, np.float32)
+    part = carray(pointer(job[PART]), PART_WORDS, np.int64)
+    known, wide = _wide(job[KNOWN], TILE), _wide(job[DIM], TILE)
+    pitch = known + PADDING
+    memory = np.zeros(ROWS * (6 * pitch + 6 * wide + 4) + 4 * known + CACHE_LINE, np.uint8)
+    at = line_address(memory)
+    logits = carray(pointer(at), (ROWS, pitch), np.float32)
+    at += logits.nbytes
+    weights = carray(pointer(at), (ROWS, pitch), np.uint16)
+    at += weights.nbytes
+    mixed = carray(pointer(at), (ROWS, wide), np.float32)
+    at += mixed.nbytes
+    query = carray(pointer(at), (ROWS, wide), np.uint16)
+    at += query.nbytes
+    factors = carray(pointer(at), ROWS, np.float32)
+    at += factors.nbytes
+    sums, first = carray(pointer(at), known, np.float32), part[SUMS_FROM]
     use_tiles(job[CONFIG])
     while True:
         head = fetch_add(address, 1)
         if head >= job[HEADS]:
             break
-        if job[SUMS]:
-            place = job[SUMS] + 4 * head * job[SUMS_STRIDE]
-            given = carray(pointer(place), job[SUMMED], np.float32)
-            sums[: len(given)] = given
-        for start in range(0, job[COUNT], ROWS):
-            _attend_block(job, head, start, query, logits, weights, mixed, sums)
-        if job[SUMS]:
-            given[:] = sums[: len(given)]
+        place = part[SUMS] + job[LAYER] * part[SUMS_LAYER] + head * part[SUMS_HEAD]
+        given = carray(pointer(place), part[SUMMED], np.float32)
+        sums[:] = np.float32(0.0)
+        for start in range(0, part[COUNT], ROWS):
+            _attend_block(job, head, start, query, logits, weights, mixed, factors, sums)
+        for token in range(part[SUMMED]):
+            given[token] += sums[first + token]
     end_tiles()
+    memory[0] = 0  # numba frees an array after its last use
 
 
-@kernel
-def _start(job, pack, body, team, threads):
-    run_team(team, pack, job, threads)
-    job[COUNTER] = 0
-    run_team(team, body, job, threads)
+@job_start
+def _start(words, body, team, threads):
+    job = carray(pointer(words), WORDS, np.int64)
+    parts, job[BAD] = carray(pointer(job[PARTS]), 1, np.int64)[0], 0
+    wide = _wide(job[DIM], TILE)
+    for index in range(parts):
+        job[PART] = job[PARTS] + 8 * (1 + PART_WORDS * index)
+        part = carray(pointer(job[PART]), PART_WORDS, np.int64)
+        job[KNOWN] = part[FIRST] + part[COUNT]
+        size = job[HEADS] // job[GROUP] * _wide(job[KNOWN], TILE) * wide
+        packed = np.empty(2 * size + CACHE_LINE // 2, np.uint16)
+        job[KEY] = line_address(packed)
+        job[VALUE] = job[KEY] + 2 * size
+        few = job[HEADS] * part[COUNT] * job[KNOWN] < FEW
+        job[COUNTER] = 0
+        run_team(team, job[PACK], job, 1 if few else threads)
+        job[COUNTER] = 0
+        run_team(team, body, job, 1 if few else threads)
+        packed[0] = 0  # numba frees an array after its last use
+    return job[BAD]
 
 
 def attend(
@@ -274,38 +344,81 @@ def attend(
     out: Tensor,
     scale: float,
     *,
+    window: int = 0,
     sinks: Tensor | None,
     sums: Tensor | None,
     hidden: Tensor | None,
 ) -> None:
     """Write attention of one sequence to ``out``, and add column sums to ``sums``.
 
-    ``hidden``: keys that a query may not read; None: those after it, the last of which is the last
-    query's.
+    ``hidden``: keys that a query may not read, beside those after it and before its window; None:
+    no others. The last key is the last query's.
 
     Shapes:  query, out [n, H, d]; key, value [KH, N, d]; sinks [H]; sums [H, N]; hidden [KH, n, N]
     Dtypes:  query, out bfloat16; key, value, sums float32; hidden bool
     """
-    (count, heads, dim), (kv_heads, known, _) = query.shape, key.shape
-    wide, tiles = -(-dim // TILE) * TILE, -(-known // TILE) * TILE
-    packed = [torch.empty(kv_heads, tiles, wide, dtype=torch.bfloat16) for _ in range(2)]
-    query, sinks = query.contiguous(), None if sinks is None else sinks.float().contiguous()
+    count, (kv_heads, known, _) = len(query), key.shape
+    tiles = -(-known // TILE) * TILE
     mask = None if hidden is None else torch.ones(kv_heads, count, tiles, dtype=torch.bool)
     if hidden is not None and mask is not None:
         mask[:, :, :known] = hidden
-    job = np.zeros(WORDS, np.int64)
-    job[QUERY], job[OUT], job[COUNT], job[HEADS] = query.data_ptr(), out.data_ptr(), count, heads
-    job[GROUP], job[DIM], job[KNOWN], job[FIRST] = heads // kv_heads, dim, known, known - count
-    job[KEY], job[VALUE] = (tensor.data_ptr() for tensor in packed)
+    part = PartTable.of_tensors(count, known, sums)
+    job = _words(query, kv_heads, out, scale, window if hidden is None else 0, part, 0)
     job[KEYS], job[VALUES] = key.data_ptr(), value.data_ptr()
-    job[KEY_HEAD], job[KEY_TOKEN] = key.stride()[:2]
-    job[VALUE_HEAD], job[VALUE_TOKEN] = value.stride()[:2]
+    job[STRIDES : STRIDES + 4] = *key.stride()[:2], *value.stride()[:2]
     if mask is not None:
         job[MASK], job[MASK_HEAD] = mask.data_ptr(), mask.stride(0)
-    if sums is not None:
-        job[SUMS], job[SUMS_STRIDE] = sums.data_ptr(), sums.stride(0)
-        job[SUMMED] = min(sums.shape[1], known)
+    sinks = None if sinks is None else sinks.float().contiguous()
     job[SINKS] = 0 if sinks is None else sinks.data_ptr()
-    job[CONFIG] = _CONFIG.ctypes.data
+    Job("prefill_attention", _start.address, job, _work.address, (mask, sinks, part)).run()
+
+
+def attend_parts_job(
+    query: Tensor,
+    kv_heads: int,
+    arena: Tensor,
+    raw: PageLayout,
+    layer: int,
+    scale: float,
+    window: int,
+    out: Tensor,
+    parts: PartTable,
+) -> Job:
+    """The job of ``prefill_attention`` for the parts that its step has, whose keys and values, new
+    ones too, are in pages. ``layer``: index into the tables of parts.
+
+    Shapes:  query (T, H, d) with dense heads; out (T, H, d) dense
+    Dtypes:  out bfloat16
+    """
+    check_arena(arena, raw)
+    if raw.format.is_quantized or raw.parts > 1 or query.stride(2) != 1 or query.dtype not in KINDS:
+        raise ConfigError(f"attend_parts: {query.dtype} over pages of {raw.format.name}")
+    if out.dtype != torch.bfloat16 or not out.is_contiguous() or out.shape != query.shape:
+        raise ConfigError(f"attend_parts: output {out.dtype} {tuple(out.shape)}")
+    job = _words(query, kv_heads, out, scale, window, parts, layer)
+    job[ARENA], job[PAGE_COUNT], job[PAGE_BYTES] = arena.data_ptr(), arena.shape[0], raw.size_bytes
+    bytes_, offsets = 2 * query.shape[2], raw.offsets
+    job[PAGE_TOKENS : VALUE_ROW + 1] = raw.tokens, offsets[0], bytes_, offsets[2], bytes_
+    kept = query, arena, out, parts
+    return Job("attend_parts", _start.address, job, _work.address, kept, OUT_OF_RANGE)
+
+
+def _words(
+    query: Tensor,
+    kv_heads: int,
+    out: Tensor,
+    scale: float,
+    window: int,
+    parts: PartTable,
+    layer: int,
+) -> NDArray[np.int64]:
+    """The words that both kinds of jobs have."""
+    _, heads, dim = query.shape
+    job = np.zeros(WORDS, np.int64)
+    job[HEADS], job[GROUP], job[DIM], job[WINDOW] = heads, heads // kv_heads, dim, window
     job.view(np.float64)[SCALE] = scale
-    _start(job, _pack.address, _work.address, team_address(), team_threads())
+    job[CONFIG], job[PACK] = _CONFIG.ctypes.data, _pack.address
+    job[QUERY], job[QUERY_KIND] = query.data_ptr(), KINDS[query.dtype]
+    job[QUERY_TOKEN], job[QUERY_HEAD] = query.stride()[:2]
+    job[OUT], job[LAYER], job[PARTS] = out.data_ptr(), layer, parts.address
+    return job

@@ -111,6 +111,7 @@ class DecodeEngine:
         arena, device = self.pool.arena, self.device
         self._memory = DevicePages.nearest(arena, device)
         longest = self.outputs.context_tokens
+        self._own_runner = self.runner  # a profile replaces it for some steps
         self._row_indices = np.arange(self.max_requests)
         self._checkpoint = Checkpoint.create(
             self.plan, self.pool.checkpoint, self.max_requests, longest
@@ -179,7 +180,7 @@ class DecodeEngine:
         )
 
         return StepPrograms.of(
-            self.runner, self._memory, self._sections, self._scores, self.max_requests
+            self._own_runner, self._memory, self._sections, self._scores, self.max_requests
         )
 
     def capture_usual_steps(self) -> None:

@@ -141,11 +141,15 @@ class ModelRunner:
         return None if blocks is None else (blocks, coordinates.centre)
 
     def run(
-        self, layers: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: Tensor, positions: Tensor
+        self,
+        layers: Callable[[Tensor, Tensor, Tensor], Tensor],
+        tokens: Tensor,
+        positions: Tensor,
+        given: FeatureRows | None = None,
     ) -> Tensor:
         """As ``FusedModel.run``."""
         with torch.inference_mode():
-            return self._plain.run(layers, tokens, positions)
+            return self._plain.run(layers, tokens, positions, given)
 
     def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """The residual stream before the first layer; plain layers only, as the next two.

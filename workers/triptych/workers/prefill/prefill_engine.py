@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import cast
 
 import numpy as np
 import torch
@@ -39,9 +38,9 @@ from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.handle_codec import make_handle
 from triptych.workers.kv.prefix_cache import PrefixStore, copy_pages
 from triptych.workers.models.runner import Runner
+from triptych.workers.prefill.chunk_pass import ChunkPass
 from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
-from triptych.workers.prefill.image_features import ImageFeatures, rows_of
-from triptych.workers.prefill.prefill_attention import ChunkAttention
+from triptych.workers.prefill.image_features import ImageFeatures
 from triptych.workers.prefill.prefix_restore import PrefixRestore
 from triptych.workers.prefill.prompt_batch import (
     ChunkBudget,
@@ -49,7 +48,6 @@ from triptych.workers.prefill.prompt_batch import (
     PendingRequest,
     PrefillChunk,
     Prompt,
-    rotary_of,
 )
 from triptych.workers.prefill.prompt_logprobs import PromptLogprobRows
 from triptych.workers.prefill.prompt_statistics import StatisticsFactory
@@ -111,6 +109,15 @@ class PrefillEngine:
         self._memory = DevicePages.in_place(self.pool.arena, self.device)
         self._restores = PrefixRestore(self.prefixes) if self.prefixes is not None else None
         self._images = ImageFeatures(self.pool)
+        self._pass = ChunkPass(
+            self.runner,
+            self.pool.arena,
+            self._memory,
+            self.plan,
+            self.device,
+            self.attention_dtype,
+            self.chunk_tokens,
+        )
         self._statistics = StatisticsFactory(
             self.plan.geometry, self.runner.num_heads, self.frequencies, self.device.name
         )
@@ -211,7 +218,7 @@ class PrefillEngine:
         if not chunks:
             return refused
         began_s = time.perf_counter()
-        logits = self._forward(chunks)
+        logits = self._pass(self.runner, chunks)
         took_s, tokens = time.perf_counter() - began_s, sum(chunk.tokens for chunk in chunks)
         share = len(chunks[0].layers) / self.plan.geometry.layers
         self._scheduler.note(max(1, round(tokens * share)), took_s)
@@ -341,40 +348,6 @@ class PrefillEngine:
         return PrefillChunk(
             prompt, 0, prompt.tokens_left, layers, has_last_layer=layers.stop == every
         )
-
-    def _forward(self, chunks: list[PrefillChunk]) -> Tensor:
-        """Run the model, or some layers, over the chunks; logits [finished prompts, vocab]."""
-        tokens = [
-            token
-            for chunk in chunks
-            for token in chunk.prompt.request.known[chunk.start : chunk.start + chunk.tokens]
-        ]
-        positions = np.concatenate([chunk.positions for chunk in chunks])
-        starts = np.cumsum([0, *(chunk.tokens for chunk in chunks)])
-        wanted = [
-            int(start) + at
-            for chunk, start in zip(chunks, starts[:-1], strict=True)
-            for at in chunk.logits_at
-        ]
-        dtype, arena = self.attention_dtype, self.pool.arena
-        attend = ChunkAttention(arena, self._memory, self.plan, chunks, positions, dtype=dtype)
-        put = self.device.put
-        read, logits_at = np.array(tokens, np.int64), np.array(wanted, np.int64)
-        given, layerwise = rows_of(chunks, self.device), chunks[0].prompt.layerwise
-        rotary = put(rotary_of(chunks))
-        if layerwise is None:
-            logits = self.runner.forward(put(read), rotary, attend, put(logits_at), given=given)
-        else:
-            hidden = layerwise.hidden
-            if hidden is None:
-                hidden = self.runner.embed(put(read), given)
-            layers = chunks[0].layers
-            layerwise.hidden = self.runner.through(layers, hidden, rotary, attend)
-            layerwise.next_layer = layers.stop
-            last = layerwise.hidden[put(logits_at)]
-            logits = self.runner.logits(last) if len(last) else last
-        self.device.wait()  # before the time is taken and pages are freed
-        return _add_prompt_logprobs(chunks, logits)
 
     def _finish(self, done: list[Prompt], logits: Tensor) -> list[Send]:
         """Sample first tokens, and hand over the pages of unfinished requests."""
@@ -534,22 +507,6 @@ class PrefillEngine:
             tokens = np.full(layers * kv_heads, count, np.int32)
             handles.append(make_handle(lease_ref, [(raw, tokens, ids.ravel())], count))
         return handles
-
-
-def _add_prompt_logprobs(chunks: list[PrefillChunk], logits: Tensor) -> Tensor:
-    """Add prompt logprobs, and return the logits of the tokens after prompts.
-
-    Shapes:  logits (all chunks' ``logits_at``, vocab) -> (finished prompts, vocab)
-    """
-    counts = [len(chunk.logits_at) for chunk in chunks]
-    rows = cast("tuple[Tensor, ...]", logits.split(counts))  # torch leaves it untyped
-    for chunk, part in zip(chunks, rows, strict=True):
-        if chunk.prompt.scores is not None:
-            chunk.prompt.scores.add(chunk.start, part[: chunk.tokens - chunk.ends_prompt])
-    if all(chunk.prompt.scores is None for chunk in chunks):
-        return logits
-    ends = [part[-1:] for chunk, part in zip(chunks, rows, strict=True) if chunk.ends_prompt]
-    return torch.cat([logits[:0], *ends])
 
 
 def _prefilled(

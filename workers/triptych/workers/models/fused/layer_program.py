@@ -1,4 +1,4 @@
-"""All layers of a decode step as one call of compiled code, for blocks with weights in 4 bits.
+"""All layers of a step as one call of compiled code, for blocks with weights in 4 bits.
 
 The jobs are those of the ops that ``Int4Block`` and ``Coordinates`` call, in their order, so that
 the bits are theirs. Without Python between them a step of one request takes three quarters of the
@@ -70,8 +70,8 @@ class StepMemory:
     gated: Tensor
 
     @classmethod
-    def of(cls, block: Int4Block, tokens: int) -> "StepMemory":
-        """For blocks of the same shapes as ``block``."""
+    def of(cls, block: Int4Block, tokens: int, mixed: torch.dtype = torch.float32) -> "StepMemory":
+        """For blocks of the same shapes as ``block``; ``mixed``: type of attention's output."""
         layout, width, dtype = block.layout, len(block.input_norm.weight), block.dtype
         heads, dim = layout.heads, layout.dim
         every, rotated = heads + 2 * layout.kv_heads, heads + layout.kv_heads
@@ -84,7 +84,7 @@ class StepMemory:
             normed=torch.empty(tokens, rotated, dim, dtype=dtype),
             rotated=torch.empty(tokens, rotated, dim, dtype=dtype),
             turned=torch.empty(tokens, every, dim),
-            mixed=torch.empty(tokens, heads, dim),
+            mixed=torch.empty(tokens, heads, dim, dtype=mixed),
             back=torch.empty(tokens, heads, dim, dtype=dtype),
             gated=torch.empty(tokens, block.gate_up.results, dtype=dtype),
         )
@@ -94,7 +94,7 @@ class StepMemory:
 
 
 class LayerProgram:
-    """All layers, for a number of tokens."""
+    """All layers, for a number of tokens; the last one is computed for some of them alone."""
 
     def __init__(
         self,
@@ -102,9 +102,14 @@ class LayerProgram:
         centre: Tensor,
         memory: StepMemory,
         attention: AttentionJobs,
+        *,
+        ends_with_attention: bool = False,
     ) -> None:
-        """``centre``: of ``Coordinates``; ``memory``: that of the tokens."""
-        self._memory = memory
+        """``centre``: of ``Coordinates``; ``memory``: that of the tokens.
+
+        ``ends_with_attention``: what follows the last attention is left to ``of_rows``.
+        """
+        self._memory, self._last = memory, blocks[-1]
         jobs = list[Job]()
         for layer, block in enumerate(blocks):
             jobs.extend(_head_jobs(block, memory, centre[layer], is_first=layer == 0))
@@ -112,7 +117,9 @@ class LayerProgram:
             query, key = memory.turned[:, :heads], memory.turned[:, heads:rotated]
             value = memory.turned[:, rotated:]
             jobs.extend(attention(layer, query, key, value, block.traits, memory.mixed))
-            jobs.extend(_mix_jobs(block, memory))
+            jobs.append(rotate_back_job(memory.mixed, memory.back))
+            if block is not self._last or not ends_with_attention:
+                jobs.extend(_mix_jobs(block, memory))
         self._program = Program(jobs)
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -120,12 +127,25 @@ class LayerProgram:
 
         Shapes:  hidden (T, E) float32; cos, sin (T, d / 2) -> (T, E) float32
         """
+        self._run(hidden, cos, sin)
+        return self._memory.hidden.add_(self._memory.delta)
+
+    def of_rows(self, rows: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The residual stream of some tokens after the layers, of a program that ends with
+        attention.
+
+        Shapes:  rows (N,); hidden (T, E) float32; cos, sin (T, d / 2) -> (N, E) float32
+        """
+        self._run(hidden, cos, sin)
+        memory, block = self._memory, self._last
+        return block.total(*block.mix(memory.hidden[rows], memory.back[rows].flatten(1)))
+
+    def _run(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
         memory = self._memory
         memory.hidden.copy_(hidden)
         memory.cos.copy_(cos)
         memory.sin.copy_(sin)
         self._program.run()
-        return memory.hidden.add_(memory.delta)
 
 
 def _head_jobs(
@@ -172,7 +192,6 @@ def _mix_jobs(block: Int4Block, memory: StepMemory) -> list[Job]:
     hidden, delta, norm = memory.hidden, memory.delta, block.mlp_norm
     back, gated = memory.back, memory.gated
     return [
-        rotate_back_job(memory.mixed, back),
         multiply_job(back.flatten(1), block.out, None, delta),
         add_norm_multiply_job(
             hidden, delta, hidden, norm.weight, norm.epsilon, block.gate_up, None, gated

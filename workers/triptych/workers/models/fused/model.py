@@ -112,12 +112,14 @@ class FusedModel:
         layers: Callable[[Tensor, Tensor, Tensor], Tensor],
         tokens: Tensor,
         positions: Tensor,
+        given: FeatureRows | None = None,
     ) -> Tensor:
         """Run ``layers``, such as a ``LayerProgram``, in the place of this model's.
 
-        Shapes:  tokens, positions (T,) -> (T, vocab) float32
+        Shapes:  tokens (T,); positions (T,) or (3, T) -> (N, vocab) float32, of the N rows that
+            ``layers`` return
         """
-        return self.logits(layers(self.embed(tokens), *self._rotation(positions)))
+        return self.logits(layers(self.embed(tokens, given), *self._rotation(positions)))
 
     def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """Input of the first layer.

@@ -10,13 +10,16 @@ from numba import carray
 from triptych.kernels.codec.page_vectors import encode_keys, encode_values
 from triptych.kernels.codec.vectors import (
     PART_WORDS,
+    RANGE,
+    REQUANTIZE,
     decode,
     encode,
+    pack,
     part_of,
     recode,
     round_vector,
 )
-from triptych.kernels.codec.whole_vectors import halve_whole, round_whole
+from triptych.kernels.codec.whole_vectors import halve_whole, quantize_whole, round_whole
 from triptych.kernels.codegen.jobs import job_start
 from triptych.kernels.codegen.numba_runtime import (
     CACHE_LINE,
@@ -27,7 +30,7 @@ from triptych.kernels.codegen.numba_runtime import (
     run_team,
     team_body,
 )
-from triptych.kernels.floats import FLOAT, read_floats
+from triptych.kernels.floats import FLOAT, HALF, read_floats
 
 Form = namedtuple("Form", "tokens scores positions page_bytes parts keys values")
 """A page layout: tokens per page, offsets of scores and positions, bytes of a page, pages in one of
@@ -148,6 +151,28 @@ def _table(words):
 
 
 @kernel
+def _quantize(address, kind, part, page, row, codes):
+    """Encode a vector that fits in registers; False, and nothing is done, for others."""
+    if part.kind != RANGE or part.groups != 1 or part.limited or part.bits == 16:
+        return False
+    metadata, top = page + part.metadata + 4 * row, np.float32((1 << part.bits) - 1)
+    if not quantize_whole(address, kind, codes.ctypes.data, metadata, len(codes), top):
+        return False
+    pack(codes, part, page + part.codes + row * part.token_stride)
+    return True
+
+
+@kernel
+def _recode(conversion, source, old, old_row, target, new, new_row, codes, numbers):
+    """``recode``, in registers where the source has 16 bits."""
+    if conversion == REQUANTIZE and source.bits == 16:
+        address = old + source.codes + old_row * source.token_stride
+        if _quantize(address, HALF, target, new, new_row, codes):
+            return
+    recode(conversion, source, old, old_row, target, new, new_row, codes, numbers)
+
+
+@kernel
 def encode_at(address, kind, offset, part, page, row, codes, numbers):
     """Read a vector and encode it."""
     if part.bits == 16:
@@ -155,6 +180,8 @@ def encode_at(address, kind, offset, part, page, row, codes, numbers):
         target = page + part.codes + row * part.token_stride
         if halve_whole(source, kind, target, len(numbers)):
             return
+    elif _quantize(address + (4 if kind == FLOAT else 2) * offset, kind, part, page, row, codes):
+        return
     read_floats(address, kind, offset, numbers)
     encode(numbers, part, page, row, codes)
 
@@ -233,10 +260,10 @@ def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes,
         return
     old = job[ARENA] + np.int64(old_page) * source.page_bytes
     new = job[ARENA] + np.int64(new_page) * target.page_bytes
-    recode(
+    _recode(
         job[KEY_CONVERSION], source.keys, old, old_row, target.keys, new, new_row, codes, numbers
     )
-    recode(
+    _recode(
         job[VALUE_CONVERSION],
         source.values,
         old,

@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # numba is untyped: it passes the first argument of an intrinsic, and compiles the rest.
-"""Round trips of vectors that fit in registers, with the bits of ``vectors.round_vector``."""
+"""Codes and round trips of vectors that fit in registers, with the bits of ``vectors``."""
 
 from llvmlite import ir
 from numba import types
@@ -8,7 +8,7 @@ from numba.extending import intrinsic
 
 from triptych.kernels.codec.vectors import FP16_MAX
 from triptych.kernels.codegen.numba_runtime import LANES, kernel
-from triptych.kernels.codegen.simd import FLOAT, HALF, POINTER, Emitter, vector
+from triptych.kernels.codegen.simd import FLOAT, HALF, I8, I32, POINTER, Emitter, vector
 from triptych.kernels.floats import load_vectors
 
 
@@ -34,6 +34,43 @@ def halve_whole(source, kind, target, dim):
     if dim == 128:
         return _halve_whole(source, kind, target, 128)
     return False
+
+
+@kernel
+def quantize_whole(source, kind, codes, metadata, dim, top):
+    """Quantize the vector at an address to a byte of ``codes`` for each number, 0 to ``top``, and
+    write scale and zero to ``metadata``; see ``round_whole``. The bits are those of ``quantize``.
+    """
+    if dim == 64:
+        return _quantize_whole(source, kind, codes, metadata, 64, top)
+    if dim == 128:
+        return _quantize_whole(source, kind, codes, metadata, 128, top)
+    return False
+
+
+@intrinsic(prefer_literal=True)
+def _quantize_whole(typing_context, source, kind, codes, metadata, dim, top):
+    count = dim.literal_value // LANES
+
+    def emit(context, builder, signature, arguments):
+        emitter = Emitter(builder)
+        source, codes, metadata = (builder.inttoptr(arguments[at], POINTER) for at in (0, 2, 3))
+        numbers = load_vectors(emitter, source, arguments[1], count)
+        has_nan = _has_nan(emitter, numbers)
+        with builder.if_then(builder.not_(has_nan)):
+            limited = [_limit(emitter, part) for part in numbers]
+            scale, zero, found = _codes(emitter, limited, arguments[5])
+            for index, number in enumerate((scale, zero)):
+                half = builder.fptrunc(number, HALF)
+                emitter.store(half, emitter.byte(metadata, 2 * index))
+            for index, part in enumerate(found):
+                whole = builder.fptosi(part, vector(I32, LANES))
+                place = emitter.byte(codes, LANES * index)
+                emitter.store(builder.trunc(whole, vector(I8, LANES)), place)
+        return builder.not_(has_nan)
+
+    word = types.int64
+    return types.boolean(word, word, word, word, dim, types.float32), emit
 
 
 @intrinsic(prefer_literal=True)
@@ -89,11 +126,15 @@ def _has_nan(emitter, vectors):
     return build.icmp_unsigned("!=", bits, bits.type(0))
 
 
+def _limit(emitter, numbers):
+    """Limit numbers to the range of float16."""
+    most = emitter.constant(float(FP16_MAX), numbers)
+    return emitter.minimum(emitter.maximum(numbers, emitter.build.fneg(most)), most)
+
+
 def _to_half(emitter, numbers):
     """Round to float16; beyond its range to its largest numbers."""
-    build, most = emitter.build, emitter.constant(float(FP16_MAX), numbers)
-    limited = emitter.minimum(emitter.maximum(numbers, build.fneg(most)), most)
-    return build.fptrunc(limited, vector(HALF, LANES))
+    return emitter.build.fptrunc(_limit(emitter, numbers), vector(HALF, LANES))
 
 
 def _through_half(emitter, numbers):
@@ -117,6 +158,15 @@ def _half_scalar(build, number):
 def _trip(emitter, numbers, top):
     """Quantize vectors that share a range, and decode the codes again, to float16."""
     build = emitter.build
+    scale, zero, codes = _codes(emitter, numbers, top)
+    step, zeros = emitter.splat(scale, LANES), emitter.splat(zero, LANES)
+    decoded = (build.fadd(build.fmul(code, step), zeros) for code in codes)
+    return [_through_half(emitter, number) for number in decoded]
+
+
+def _codes(emitter, numbers, top):
+    """Scale, zero and codes of vectors that share a range, as float32; without one, 1 and 0."""
+    build = emitter.build
     lowest, highest = numbers[0], numbers[0]
     for part in numbers[1:]:
         lowest, highest = emitter.minimum(lowest, part), emitter.maximum(highest, part)
@@ -127,17 +177,15 @@ def _trip(emitter, numbers, top):
         build.fcmp_ordered(">", scale, FLOAT(0.0)),
         build.fcmp_ordered("<", scale, FLOAT(float("inf"))),
     )
-    divisor = build.select(is_range, scale, FLOAT(1.0))
-    step = emitter.splat(divisor, LANES)
-    inverse = emitter.splat(build.fdiv(FLOAT(1.0), divisor), LANES)
+    scale = build.select(is_range, scale, FLOAT(1.0))
+    step = emitter.splat(scale, LANES)
+    inverse = emitter.splat(build.fdiv(FLOAT(1.0), scale), LANES)
     most = emitter.splat(build.select(is_range, top, FLOAT(0.0)), LANES)
     zeros = emitter.splat(zero, LANES)
     nearest = emitter.declare(f"llvm.rint.v{LANES}f32", numbers[0].type, (numbers[0].type,))
-    decoded = []
+    codes = []
     for part in numbers:
         quotient = _divided(emitter, build.fsub(part, zeros), step, inverse)
         code = build.call(nearest, [quotient])
-        code = emitter.minimum(emitter.maximum(code, emitter.constant(0.0, code)), most)
-        number = build.fadd(build.fmul(code, step), zeros)
-        decoded.append(_through_half(emitter, number))
-    return decoded
+        codes.append(emitter.minimum(emitter.maximum(code, emitter.constant(0.0, code)), most))
+    return scale, zero, codes

@@ -31,6 +31,7 @@ from triptych.kernels.codec.codec_numba import (
     word_at,
 )
 from triptych.kernels.codec.cpu import OUT_OF_RANGE, form_words
+from triptych.kernels.codec.whole_vectors import round_pair
 from triptych.kernels.codegen.jobs import Job, job_start
 from triptych.kernels.codegen.numba_runtime import (
     CACHE_LINE,
@@ -107,6 +108,26 @@ def store_prompts_job(
 
 
 @kernel
+def _store_pair(job, form, token, head, page, row, times):
+    """``_store`` for vectors that fit in registers; False, and nothing is done, for others."""
+    has_ranges = job[KEY_GROUPS] == job[VALUE_GROUPS] == 1 and not job[IS_FLOAT]
+    if times and not (has_ranges and max(job[KEY_BITS], job[VALUE_BITS]) < 16):
+        return False
+    size, strides = 4 if job[KIND] == FLOAT else 2, job[TOKEN_STRIDE : VALUE_HEAD_STRIDE + 1]
+    return round_pair(
+        job[KEY] + size * (token * strides[0] + head * strides[1]),
+        job[VALUE] + size * (token * strides[2] + head * strides[3]),
+        job[KIND],
+        page + form.keys.codes + row * form.keys.token_stride,
+        page + form.values.codes + row * form.values.token_stride,
+        job[HEAD_DIM],
+        np.float32((1 << job[KEY_BITS]) - 1),
+        np.float32((1 << job[VALUE_BITS]) - 1),
+        times,
+    )
+
+
+@kernel
 def _store(job, form, part, token, head, numbers, codes, metadata):
     """Round and store one head of a token."""
     position = part[FIRST] + token - part[START]
@@ -117,8 +138,12 @@ def _store(job, form, part, token, head, numbers, codes, metadata):
         job[BAD] = 1
         return
     page = job[ARENA] + np.int64(page_id) * form.page_bytes
+    word_at(page + form.positions, row)[0] = position
+    word_at(page + form.scores, row)[0] = 0
     times = 2 if part[ROUNDED_FROM] <= position < part[ROUNDED_TO] else 0
     strides = job[TOKEN_STRIDE : VALUE_HEAD_STRIDE + 1]
+    if _store_pair(job, form, token, head, page, row, times):
+        return
     at = numbers.ctypes.data
     round_at(
         job[KEY], job[KIND], token * strides[0] + head * strides[1], numbers, codes, metadata,
@@ -130,8 +155,6 @@ def _store(job, form, part, token, head, numbers, codes, metadata):
         job[VALUE_BITS], job[VALUE_GROUPS], job[IS_FLOAT], times,
     )  # fmt: skip
     encode_at(at, FLOAT, 0, form.values, page, row, codes, numbers)
-    word_at(page + form.positions, row)[0] = position
-    word_at(page + form.scores, row)[0] = 0
 
 
 @kernel

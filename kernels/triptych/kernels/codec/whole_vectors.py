@@ -11,6 +11,8 @@ from triptych.kernels.codegen.numba_runtime import LANES, kernel
 from triptych.kernels.codegen.simd import FLOAT, HALF, I8, I32, POINTER, Emitter, vector
 from triptych.kernels.floats import load_vectors
 
+WIDE = vector(FLOAT, LANES)
+
 
 @kernel
 def round_whole(source, kind, target, dim, top, times):
@@ -71,6 +73,55 @@ def _quantize_whole(typing_context, source, kind, codes, metadata, dim, top):
 
     word = types.int64
     return types.boolean(word, word, word, word, dim, types.float32), emit
+
+
+@kernel
+def round_pair(key, value, kind, key_halves, value_halves, dim, key_top, value_top, times):
+    """``round_whole`` of a key and of a value, whose results are written as float16.
+
+    Neither waits for the other, as steps of a round trip do.
+    """
+    tops = key_top, value_top
+    if dim == 64:
+        return _round_pair(key, value, kind, key_halves, value_halves, 64, tops, times)
+    if dim == 128:
+        return _round_pair(key, value, kind, key_halves, value_halves, 128, tops, times)
+    return False
+
+
+@intrinsic(prefer_literal=True)
+def _round_pair(typing_context, key, value, kind, key_halves, value_halves, dim, tops, times):
+    count = dim.literal_value // LANES
+
+    def emit(context, builder, signature, arguments):
+        emitter = Emitter(builder)
+        sources, targets = (
+            [builder.inttoptr(arguments[at], POINTER) for at in pair] for pair in ((0, 1), (3, 4))
+        )
+        loaded = [load_vectors(emitter, source, arguments[2], count) for source in sources]
+        has_nan = _has_nan(emitter, [*loaded[0], *loaded[1]])
+        with builder.if_then(builder.not_(has_nan)):
+            slots = [
+                [emitter.variable(_through_half(emitter, part)) for part in numbers]
+                for numbers in loaded
+            ]
+            with emitter.loop(arguments[7]):
+                before = [[builder.load(slot, typ=WIDE) for slot in own] for own in slots]
+                trips = [
+                    _trip(emitter, numbers, builder.extract_value(arguments[6], at))
+                    for at, numbers in enumerate(before)
+                ]
+                for own, after in zip(slots, trips, strict=True):
+                    for slot, number in zip(own, after, strict=True):
+                        builder.store(number, slot)
+            for own, target in zip(slots, targets, strict=True):
+                for index, slot in enumerate(own):
+                    half = builder.fptrunc(builder.load(slot, typ=WIDE), vector(HALF, LANES))
+                    emitter.store(half, emitter.byte(target, 2 * LANES * index))
+        return builder.not_(has_nan)
+
+    word, pair = types.int64, types.UniTuple(types.float32, 2)
+    return types.boolean(word, word, word, word, word, dim, pair, word), emit
 
 
 @intrinsic(prefer_literal=True)

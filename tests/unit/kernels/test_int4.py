@@ -1,6 +1,7 @@
 """Products with 4-bit weights agree with expanded weights."""
 
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from triptych.kernels.int4 import cpu
 each = pytest.mark.parametrize
 FAST = [
     *(["vector_product"] if multiplies_bfloat() else []),
-    *(["amx_product"] if multiplies_tiles() else []),
+    *(["amx_product", "amx_levels"] if multiplies_tiles() else []),
 ]
 """Modules of the products that this processor can run."""
 PRODUCTS = ["reference", *FAST]
@@ -35,7 +36,12 @@ def choose(monkeypatch: pytest.MonkeyPatch, product: str) -> str:
     if product == "reference":
         return product
     module = import_module(f"triptych.kernels.int4.{product}")
-    monkeypatch.setattr(cpu, "_product", lambda: module)
+
+    def product_of(*, is_for_few_rows: bool) -> ModuleType:
+        assert not is_for_few_rows
+        return module
+
+    monkeypatch.setattr(cpu, "_product", product_of)
     return "cpu"
 
 
@@ -104,6 +110,18 @@ def test_a_norm_of_a_sum_is_multiplied_and_gated(
     torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=2e-3)
     whole = run(hidden, delta, norm, 1e-5, plain, torch.ones(192), torch.float32)[1]
     torch.testing.assert_close(whole.double(), torch.cat(halves, 1) + 1, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(not multiplies_tiles(), reason="no tiles")
+def test_decode_steps_do_not_round_weights() -> None:
+    weights, packed = random_weights(96, 384, 32)
+    rows = torch.randn(5, 384).bfloat16()
+    usual, few = (
+        multiply_int4(rows, tiles, None, torch.float32).double()
+        for tiles in (packed, packed.for_few_rows())
+    )
+    exact = rows.double() @ weights.double().T
+    assert (few - exact).abs().max() < 1e-5 < 1e-3 < (usual - exact).abs().max()
 
 
 @each("product", FAST)

@@ -30,6 +30,7 @@ from triptych.kernels.codegen.numba_runtime import (
     kernel,
     line_address,
     pointer,
+    summing_kernel,
     team_body,
 )
 from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I32, I64, POINTER, Emitter, vector
@@ -214,7 +215,7 @@ def _places(tiles):
 
 
 @intrinsic
-def _write_input(typing_context, numbers, norm, factor, inputs, pieces):
+def write_input(typing_context, numbers, norm, factor, inputs, pieces):
     """Write a row in bfloat16, times ``factor`` and the weights at ``norm`` unless that is 0."""
 
     def emit(context, builder, signature, arguments):
@@ -254,8 +255,17 @@ def prepare(address):
             factor = read_input(job, row, numbers)
             inputs = job[INPUTS] + row // TILE_ROWS * pieces * TILE_BYTES
             inputs += row % TILE_ROWS * ROW_BYTES
-            _write_input(numbers.ctypes.data, job[NORM], factor, inputs, pieces)
+            write_input(numbers.ctypes.data, job[NORM], factor, inputs, pieces)
     memory[0] = np.float32(0.0)  # numba frees an array after its last use
+
+
+@summing_kernel
+def sum_of(numbers):
+    """The sum of a vector of floats."""
+    total = np.float32(0.0)
+    for channel in range(len(numbers)):
+        total += numbers[channel]
+    return total
 
 
 @kernel

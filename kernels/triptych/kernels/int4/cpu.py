@@ -42,9 +42,10 @@ FEW_ROWS = 16
 
 
 @cache
-def _product() -> ModuleType:
+def _product(*, is_for_few_rows: bool) -> ModuleType:
     """The product of this processor; a module compiles its functions when it is imported."""
-    name = "amx_product" if multiplies_tiles() else "vector_product"
+    tiles = "amx_levels" if is_for_few_rows else "amx_product"
+    name = tiles if multiplies_tiles() else "vector_product"
     return import_module(f"triptych.kernels.int4.{name}")
 
 
@@ -143,7 +144,7 @@ def _job(
     if bias is not None and weights.is_gated:
         raise ConfigError("gated weights take no bias")
     bias = _zeros(outputs) if bias is None else bias.contiguous()
-    product, count = _product(), len(like)
+    product, count = _product(is_for_few_rows=weights.is_for_few_rows), len(like)
     words = np.empty(WORDS, np.int64)
     STATIC.pack_into(
         words.data,

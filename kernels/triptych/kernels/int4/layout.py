@@ -1,6 +1,6 @@
 """How 4-bit weights lie in memory: tiles of 32 outputs, one group of inputs after another."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ class Int4Tiles:
     is_gated: bool = False
     """Whether the product is ``silu`` of the first half of the outputs, times the second: a tile
     has 16 outputs of each half."""
+    is_for_few_rows: bool = False
+    """Whether products are those of decode steps, in the order of additions that is fastest there:
+    on processors with AMX their weights are not rounded to bfloat16."""
     shape: tuple[int, int] = field(init=False)
     """Outputs and inputs."""
     results: int = field(init=False)
@@ -69,6 +72,10 @@ class Int4Tiles:
         grids = torch.stack((step, middle), -1).bfloat16().view(tiles, OUTPUTS, groups, 2)
         grids = grids.transpose(1, 2).contiguous().view(torch.uint8).reshape(tiles, groups, -1)
         return cls(torch.cat((grids, codes), -1).flatten(1), groups, is_gated)
+
+    def for_few_rows(self) -> "Int4Tiles":
+        """The same weights for decode steps."""
+        return replace(self, is_for_few_rows=True)
 
     def weights(self) -> Tensor:
         """The weights, (out, in) float32."""

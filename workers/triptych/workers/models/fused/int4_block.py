@@ -1,7 +1,7 @@
 """A block whose weights are in 4 bits; norms and the gate are parts of its products."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,7 +97,9 @@ class Int4Block:
         return hidden + delta
 
     def for_few_rows(self) -> "Int4Block":
-        return self
+        parts = self.qkv, self.out, self.gate_up, self.down
+        qkv, out, gate_up, down = (part.for_few_rows() for part in parts)
+        return replace(self, qkv=qkv, out=out, gate_up=gate_up, down=down)
 
 
 def _tiles(

@@ -136,7 +136,10 @@ def _encode(address, kind, offset, part, page, row, codes, numbers):
 
 @kernel
 def _store(job, form, page_id, row, token, head, codes, numbers):
-    """Encode one head of a token into a slot; without scores in the job the score is 0."""
+    """Encode one head of a token into a slot; without scores in the job the score is 0.
+
+    ``row`` is an int64 in all calls, since numba compiles a function for each set of types.
+    """
     if not _is_slot(job, form, page_id, row):
         job[BAD] = 1
         return
@@ -166,7 +169,7 @@ def store(address):
             if pages[item] == -1:
                 continue
             token, head = item // job[KV_HEADS], item % job[KV_HEADS]
-            _store(job, form, pages[item], rows[item], token, head, codes, numbers)
+            _store(job, form, pages[item], np.int64(rows[item]), token, head, codes, numbers)
 
 
 @job_start
@@ -204,20 +207,12 @@ def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes,
         return
     old = job[ARENA] + np.int64(old_page) * source.page_bytes
     new = job[ARENA] + np.int64(new_page) * target.page_bytes
-    recode(
-        job[KEY_CONVERSION], source.keys, old, old_row, target.keys, new, new_row, codes, numbers
-    )
-    recode(
-        job[VALUE_CONVERSION],
-        source.values,
-        old,
-        old_row,
-        target.values,
-        new,
-        new_row,
-        codes,
-        numbers,
-    )
+    for part in range(2):  # a loop, so that ``recode`` is compiled once
+        old_part, new_part = source.keys, target.keys
+        if part == 1:
+            old_part, new_part = source.values, target.values
+        conversion = job[KEY_CONVERSION + part]
+        recode(conversion, old_part, old, old_row, new_part, new, new_row, codes, numbers)
     _word(new + target.scores, new_row)[0] = _word(old + source.scores, old_row)[0]
     _word(new + target.positions, new_row)[0] = _word(old + source.positions, old_row)[0]
 
@@ -239,8 +234,8 @@ def transcode(address):
             break
         for item in range(start, min(items, start + CHUNK)):
             _transcode(
-                job, source, source_pages[item], source_rows[item], target, target_pages[item],
-                target_rows[item], codes, numbers,
+                job, source, source_pages[item], np.int64(source_rows[item]), target,
+                target_pages[item], np.int64(target_rows[item]), codes, numbers,
             )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 from triptych.kernels.codegen.numba_runtime import LANES, kernel, pointer
 from triptych.kernels.codegen.simd import FLOAT, I64, POINTER, Emitter, vector
 from triptych.kernels.floats import FLOAT as FLOAT_KIND
-from triptych.kernels.floats import read_floats, store_vectors
+from triptych.kernels.floats import copy_floats, read_floats, store_vectors
 from triptych.kernels.int4.layout import OUTPUTS
 
 WORDS = 24
@@ -43,7 +43,7 @@ def read_input(job, row, numbers):
         hidden = job[HIDDEN] + offset if job[HIDDEN] else 0
         squares = _add_and_square(at, hidden, job[TOTAL] + offset, vectors)
     else:
-        numbers[:] = carray(pointer(job[HIDDEN] + offset), len(numbers), np.float32)
+        copy_floats(carray(pointer(job[HIDDEN] + offset), len(numbers), np.float32), numbers)
         squares = _add_and_square(at, 0, 0, vectors)
     mean = squares / np.float32(len(numbers))
     return ONE / np.sqrt(mean + np.float32(job.view(np.float64)[EPSILON]))

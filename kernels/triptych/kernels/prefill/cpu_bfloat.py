@@ -40,7 +40,13 @@ from triptych.kernels.codegen.numba_runtime import (
 from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I64, POINTER, Emitter, vector
 from triptych.kernels.floats import BFLOAT as BFLOAT_KIND
 from triptych.kernels.floats import FLOAT as FLOAT_KIND
-from triptych.kernels.floats import bfloat_pair, read_floats, round_floats, write_floats
+from triptych.kernels.floats import (
+    bfloat_pair,
+    copy_floats,
+    read_floats,
+    round_floats,
+    write_floats,
+)
 from triptych.kernels.prefill.cpu_softmax import HIDDEN, exponentiate_row
 
 ROWS = 16 if multiplies_tiles() else 8
@@ -252,11 +258,11 @@ def _work(address):
         if job[SUMS]:
             place = job[SUMS] + 4 * head * job[SUMS_STRIDE]
             given = carray(pointer(place), job[SUMMED], np.float32)
-            sums[: len(given)] = given
+            copy_floats(given, sums[: len(given)])
         for start in range(0, job[COUNT], ROWS):
             _attend_block(job, head, start, query, logits, weights, mixed, sums)
         if job[SUMS]:
-            given[:] = sums[: len(given)]
+            copy_floats(sums, given)
     end_tiles()
 
 

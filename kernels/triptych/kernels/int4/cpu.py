@@ -43,7 +43,7 @@ FEW_ROWS = 16
 
 @cache
 def _product() -> ModuleType:
-    """The product of this processor; a module compiles its functions when it is imported."""
+    """The product of this processor."""
     name = "amx_product" if multiplies_tiles() else "vector_product"
     return import_module(f"triptych.kernels.int4.{name}")
 

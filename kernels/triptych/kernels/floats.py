@@ -24,13 +24,41 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT, BFLOAT, HALF = KINDS.values()
 
 
+@inlined
+def copy_floats(source, target):
+    """Copy a vector; ``target[:] = source`` would compile the words of numba's error message too.
+
+    That takes 2 s, for each function that has it.
+    """
+    for channel in range(len(target)):
+        target[channel] = source[channel]
+
+
+@kernel
+def nth_largest(numbers, count):
+    """The number that ``count - 1`` others are not smaller than, NaN being the largest.
+
+    ``np.partition`` takes 4 s to compile. For few of many numbers: each that is among the largest
+    until then costs a pass over ``count`` of them.
+    """
+    kept = np.empty(count, np.float32)
+    for place in range(count):
+        kept[place] = np.float32(-np.inf)
+    least = 0
+    for number in numbers:
+        if number > kept[least] or (number != number and kept[least] == kept[least]):
+            kept[least] = number
+            for place in range(count):
+                if kept[place] < kept[least] or kept[least] != kept[least]:
+                    least = place
+    return kept[least]
+
+
 @kernel
 def read_floats(address, kind, offset, numbers):
     """Read ``numbers``, a float32 vector, from ``offset`` elements after ``address``."""
     if kind == FLOAT:
-        floats = carray(pointer(address + 4 * offset), len(numbers), np.float32)
-        for channel in range(len(numbers)):  # a slice is copied number by number
-            numbers[channel] = floats[channel]
+        copy_floats(carray(pointer(address + 4 * offset), len(numbers), np.float32), numbers)
         return
     halves = carray(pointer(address + 2 * offset), len(numbers), np.uint16)
     if kind == BFLOAT:
@@ -55,9 +83,7 @@ def _rounded(word):
 def write_floats(numbers, address, kind, offset):
     """Write a float32 vector, rounded to the nearest number, ties to even; NaN stays NaN."""
     if kind == FLOAT:
-        floats = carray(pointer(address + 4 * offset), len(numbers), np.float32)
-        for channel in range(len(numbers)):
-            floats[channel] = numbers[channel]
+        copy_floats(numbers, carray(pointer(address + 4 * offset), len(numbers), np.float32))
         return
     halves = carray(pointer(address + 2 * offset), len(numbers), np.uint16)
     if kind == BFLOAT:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ except KeyboardInterrupt:
 """
 PARENT = """
 import sys
+import time
 from triptych.cli.serving.child import run_interruptible
 sys.exit(run_interruptible(sys.argv[1:]))
 """
@@ -67,3 +69,32 @@ def test_the_status_tells_what_killed_it(tmp_path: Path) -> None:
     parent, child = start(tmp_path / "note")
     os.kill(child, signal.SIGKILL)
     assert parent.wait(timeout=20) == 128 + signal.SIGKILL
+
+
+HELPED = """
+import os, sys
+from triptych.cli.serving.child import start_child, wait_for
+child = start_child(sys.argv[1:])
+wait_for(child)
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_helper_ends_with_its_parent_and_leaves_nothing(is_killed: bool) -> None:
+    seconds = "60" if is_killed else "0"
+    command = [sys.executable, "-c", HELPED, "/bin/sleep", seconds]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    with parent.stdin, parent.stdout:
+        helper = int(parent.stdout.readline())
+        if is_killed:
+            parent.kill()
+        for _ in range(200):
+            if not psutil.pid_exists(helper):
+                break
+            time.sleep(0.1)
+        assert not psutil.pid_exists(helper)
+    parent.wait(timeout=20)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from triptych.core.config import AppConfig
 from triptych.core.layout import Geometry
 from triptych.core.pages import PagePlan
 from triptych.workers.decode.plugins.pipeline import Pipeline
+
+STAGES = ("prefill", "compressor", "decode")
 
 
 @pytest.fixture
@@ -127,3 +130,20 @@ def test_a_wrong_setting_is_named(
     assert code == 2
     assert reason in err.replace("\n", " ")
     assert not served
+
+
+@pytest.mark.parametrize(("on_gpus", "expected"), [((), 7), (("prefill",), 7), (STAGES, 0)])
+def test_kernels_are_compiled_where_a_stage_computes_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, on_gpus: Sequence[str], expected: int
+) -> None:
+    started = list[Sequence[str]]()
+
+    def start(words: Sequence[str]) -> int:
+        started.append(words)
+        return 7
+
+    monkeypatch.setattr(command, "start_child", start)
+    gpus = {stage: {"actor": {"num_gpus": 1}} for stage in on_gpus}
+    disaggregated: dict[str, object] = {"topology": "disaggregated", **gpus}
+    assert command.start_compiling([AppConfig.from_mapping(disaggregated)]) == expected
+    assert len(started) == (expected > 0)

@@ -1,4 +1,4 @@
-"""Run a child process, and pass SIGINT and SIGTERM on to it as SIGINT."""
+"""Child processes, to which SIGINT and SIGTERM are passed on as SIGINT."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from threading import Thread
 from types import FrameType
 from typing import NoReturn
 
@@ -36,6 +37,16 @@ def run_interruptible(command: Sequence[str]) -> int:
     if interrupted and status == -signal.SIGINT:
         return 0
     return status if status >= 0 else 128 - status
+
+
+def start_child(command: Sequence[str]) -> int:
+    """Start a process that gets SIGINT when this one ends; its id, of which ``wait_for`` is due."""
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=_begin).pid
+
+
+def wait_for(child: int) -> None:
+    """Wait in a thread until a child of this process has ended, so that nothing is left of it."""
+    Thread(target=os.waitpid, args=(child, 0), daemon=True).start()
 
 
 def become(command: Sequence[str]) -> NoReturn:

@@ -1,6 +1,7 @@
 """``triptych serve``: serve a model or a config file, downloading the model if needed."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -11,11 +12,12 @@ import typer
 from triptych.cli.checks.diagnosis import WORKER_NICENESS
 from triptych.cli.model import fetch_with_progress
 from triptych.cli.output import notes
-from triptych.cli.serving.child import become
+from triptych.cli.serving.child import become, start_child
 from triptych.cli.serving.panel import start_panel
 from triptych.cli.serving.presets import settings_of
 from triptych.cli.serving.serve_file import default_serve_file, read_http, read_serve_file
 from triptych.cli.serving.serve_model import ModelOptions, is_config_file, write_serve_file
+from triptych.core.config import AppConfig
 from triptych.core.config.cache_dirs import set_environment_defaults, set_library_environment
 from triptych.core.errors import ConfigError
 from triptych.kvpool.pool.arena import shared_memory_dir
@@ -154,6 +156,7 @@ def serve_file(path: Path, temporary: str = "") -> None:
     ``temporary``: a directory that is removed then.
     """
     apps, http = read_serve_file(path), read_http(path)
+    compiling = start_compiling([app.config for app in apps])
     for app in apps:
         fetch_with_progress(app.config.model.name)
         for title, text in start_panel(app, http):  # no line breaks: the curl command is copied
@@ -166,4 +169,16 @@ def serve_file(path: Path, temporary: str = "") -> None:
     grace_s = max(app.config.ingress.graceful_shutdown_timeout_s for app in apps)
     arenas = {str(app.config.pool.arena_directory or shared_memory_dir()) for app in apps}
     module = [sys.executable, "-m", "triptych.cli.serving.serve_watch"]
-    become([*module, str(path), str(grace_s + DRAIN_MARGIN_S), temporary, *sorted(arenas)])
+    given = [str(path), str(grace_s + DRAIN_MARGIN_S), temporary, str(compiling)]
+    become([*module, *given, *sorted(arenas)])
+
+
+def start_compiling(configs: Sequence[AppConfig]) -> int:
+    """Compile kernels of the CPU in a child process while the rest of a server starts.
+
+    Returns: its id; 0 if no stage computes on a CPU
+    """
+    groups = [group for config in configs for group in config.worker_groups().values()]
+    if all(group.actor.num_gpus for group in groups):
+        return 0
+    return start_child([sys.executable, "-m", "triptych.kernels.precompile"])

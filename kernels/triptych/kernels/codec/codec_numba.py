@@ -188,7 +188,10 @@ def encode_at(address, kind, offset, part, page, row, codes, numbers):
 
 @kernel
 def _store(job, form, page_id, row, token, head, codes, numbers):
-    """Encode one head of a token into a slot; without scores in the job the score is 0."""
+    """Encode one head of a token into a slot; without scores in the job the score is 0.
+
+    ``row`` is an int64 in all calls, since numba compiles a function for each set of types.
+    """
     if not is_slot(job, form, page_id, row):
         job[BAD] = 1
         return
@@ -219,7 +222,7 @@ def store(address):
             if pages[item] == -1:
                 continue
             token, head = item // job[KV_HEADS], item % job[KV_HEADS]
-            _store(job, form, pages[item], rows[item], token, head, codes, numbers)
+            _store(job, form, pages[item], np.int64(rows[item]), token, head, codes, numbers)
     memory[0] = 0  # numba frees an array after its last use
 
 
@@ -296,8 +299,8 @@ def transcode(address):
             break
         for item in range(start, min(items, start + CHUNK)):
             _transcode(
-                job, source, source_pages[item], source_rows[item], target, target_pages[item],
-                target_rows[item], codes, numbers,
+                job, source, source_pages[item], np.int64(source_rows[item]), target,
+                target_pages[item], np.int64(target_rows[item]), codes, numbers,
             )  # fmt: skip
     memory[0] = 0  # numba frees an array after its last use
 

@@ -18,6 +18,7 @@ from triptych.kernels.codegen.numba_runtime import (
     smallest_of,
     to_half,
 )
+from triptych.kernels.floats import nth_largest
 
 FP16_MAX = np.float32(65504.0)
 FLOAT8_MAX = np.float32(448.0)
@@ -231,9 +232,10 @@ def _metadata(part, page, row, group):
 @kernel
 def _limit(numbers, count):
     """Set the ``count`` largest magnitudes to the next one, as ``quantizer.limit``."""
-    sizes = np.abs(numbers)
-    sizes.sort()
-    most = sizes[len(sizes) - 1 - count]
+    sizes = np.empty(len(numbers), np.float32)
+    for channel in range(len(numbers)):
+        sizes[channel] = abs(numbers[channel])
+    most = nth_largest(sizes, count + 1)
     for channel in range(len(numbers)):
         if abs(numbers[channel]) > most:
             numbers[channel] = most if numbers[channel] > 0 else -most

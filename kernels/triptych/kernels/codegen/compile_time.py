@@ -9,6 +9,8 @@ is stuck in a step by this clock.
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from numba.core import event
 
@@ -23,12 +25,12 @@ class CompileClock(event.Listener):
         self._lock = threading.Lock()
         self._depth, self._since, self._total_s = 0, 0.0, 0.0
 
-    def on_start(self, event: object) -> None:
+    def on_start(self, event: object = None) -> None:
         with self._lock:
             self._since = self._since if self._depth else time.monotonic()
             self._depth += 1
 
-    def on_end(self, event: object) -> None:
+    def on_end(self, event: object = None) -> None:
         with self._lock:
             self._depth -= 1
             if not self._depth:
@@ -51,3 +53,13 @@ event.register("numba:compiler_lock", _CLOCK)
 def compile_seconds() -> float:
     """Seconds that this process has spent in compiling kernels until now; any thread."""
     return _CLOCK.seconds
+
+
+@contextmanager
+def counted_as_compilation() -> Iterator[None]:
+    """Count the time within: that of waiting for another process that compiles, too."""
+    _CLOCK.on_start()
+    try:
+        yield
+    finally:
+        _CLOCK.on_end()

@@ -12,29 +12,23 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.codegen.numba_runtime import (
-    cache_of_these_sources,
-    kernel,
-    team_address,
-    team_threads,
-)
+from triptych.kernels.codegen.kernel_cache import EntryPoint
+from triptych.kernels.codegen.numba_runtime import kernel, team_address, team_threads
 
 
-def job_start(function: Callable[..., Any]) -> Any:
-    """Compile what begins a job: ``start(words, body, team, threads)``, all int64.
+def job_start(function: Callable[..., Any]) -> EntryPoint:
+    """What begins a job: ``start(words, body, team, threads)``, all int64.
 
     ``words``: address of the job's words; ``body``: what each thread of a team runs. Returns 0, or
     another number if the job is wrong.
     """
     word = types.int64
-    with cache_of_these_sources():
-        kind = word(word, word, word, word)
-        return cfunc(kind, cache=True, error_model="numpy")(function)
+    return EntryPoint(function, word(word, word, word, word))
 
 
 @dataclass(frozen=True, slots=True)

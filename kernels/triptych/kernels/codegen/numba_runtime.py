@@ -8,26 +8,21 @@ shapes and types.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
-import numba
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
-from triptych.core.config.cache_dirs import can_write, writable_cache_dir
+from triptych.kernels.codegen.kernel_cache import EntryPoint, cache_of_these_sources
 from triptych.kernels.codegen.simd import POINTER, Emitter, vector
 
 LANES = 16
 CACHE_LINE = 64
 """Bytes."""
-_KERNELS = Path(__file__).parents[1]
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -39,7 +34,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 def inlined(function: Callable[..., Any]) -> Any:
     """``kernel`` that is inlined into its callers, for functions shorter than their call."""
     with cache_of_these_sources():
-        return njit(nogil=True, cache=True, error_model="numpy", inline="always")(function)
+        return njit(nogil=True, cache=True, error_model="numpy", forceinline=True)(function)
 
 
 def summing_kernel(function: Callable[..., Any]) -> Any:
@@ -49,38 +44,9 @@ def summing_kernel(function: Callable[..., Any]) -> Any:
         return njit(nogil=True, cache=True, error_model="numpy", fastmath=flags)(function)
 
 
-def team_body(function: Callable[..., Any]) -> Any:
-    """Compile the function that each thread of a team runs; its argument is the job's address."""
-    with cache_of_these_sources():
-        return cfunc(types.void(types.int64), cache=True, error_model="numpy")(function)
-
-
-@contextmanager
-def cache_of_these_sources() -> Iterator[None]:
-    """Use a cache directory named by the hash of all kernel sources.
-
-    numba detects a change of a function's own file, but not of functions that it calls.
-    """
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(_cache_parent(before) / _digest())
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = before
-
-
-@cache
-def _cache_parent(named: str) -> Path:
-    """``NUMBA_CACHE_DIR``, or beside the kernels; where neither can be written, our own cache."""
-    places = [Path(named)] if named else [_KERNELS / "__pycache__"]
-    return next(filter(can_write, places), writable_cache_dir())
-
-
-@cache
-def _digest() -> str:
-    """Directory name from the hash of all kernel sources; numba adds its version and processor."""
-    texts = [path.read_bytes() for path in sorted(_KERNELS.rglob("*.py"))]
-    return f"kernels-{sha256(b''.join(texts)).hexdigest()[:16]}"
+def team_body(function: Callable[..., Any]) -> EntryPoint:
+    """The function that each thread of a team runs; its argument is the job's address."""
+    return EntryPoint(function, types.void(types.int64))
 
 
 @cache

@@ -281,9 +281,12 @@ def attend(address, body, team, threads):
     words = carray(pointer(address), JOB_WORDS, np.int64)
     job = _job(address)
     pages = _count_pages(job)
-    if pages.size and pages.min() < 0:
-        return 1
-    if pages.sum() <= SERIAL_PAGES:
+    total = 0
+    for count in pages:
+        if count < 0:
+            return 1
+        total += count
+    if total <= SERIAL_PAGES:
         threads = 1
     runs = _cut(pages, RUN_PAGES)
     partial = np.empty((len(runs), job.group * (job.dim + 2)), np.float32)

@@ -43,7 +43,7 @@ FEW_ROWS = 16
 
 @cache
 def _product(*, is_for_few_rows: bool) -> ModuleType:
-    """The product of this processor; a module compiles its functions when it is imported."""
+    """The product of this processor."""
     tiles = "amx_levels" if is_for_few_rows else "amx_product"
     name = tiles if multiplies_tiles() else "vector_product"
     return import_module(f"triptych.kernels.int4.{name}")

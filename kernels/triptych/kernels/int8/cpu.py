@@ -18,7 +18,7 @@ from triptych.kernels.codegen.numba_runtime import (
     team_body,
     team_threads,
 )
-from triptych.kernels.floats import KINDS, read_floats, write_floats
+from triptych.kernels.floats import KINDS, copy_floats, read_floats, write_floats
 from triptych.kernels.hadamard_cpu import turn
 from triptych.kernels.int8.rows import QuantizedRows, ScaledRows, input_block
 from triptych.kernels.pointwise.cpu import gate_row, norm_row
@@ -185,5 +185,5 @@ def _work(address):
             elif job[WHAT] == GATE:
                 gate_row(numbers, result)
             else:
-                result[:] = numbers
+                copy_floats(numbers, result)
             _write_codes(job, row, result)

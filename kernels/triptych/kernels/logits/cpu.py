@@ -25,7 +25,7 @@ from triptych.kernels.codegen.numba_runtime import (
     team_body,
     team_threads,
 )
-from triptych.kernels.floats import KINDS, read_floats
+from triptych.kernels.floats import KINDS, nth_largest, read_floats
 
 COUNTER, ROWS, LOGITS, VOCAB, HIDDEN, WIDTH, WEIGHT, WEIGHT_KIND, LARGEST = range(9)
 WORDS = 9
@@ -112,7 +112,7 @@ def _work(address):
         # A row with a NaN ends its request whatever its logits are.
         least = np.float32(-np.inf)
         if job[LARGEST] < len(found):
-            least = np.partition(found, len(found) - job[LARGEST])[len(found) - job[LARGEST]]
+            least = nth_largest(found, job[LARGEST])
         for block in range(len(found)):
             if found[block] < least:
                 continue

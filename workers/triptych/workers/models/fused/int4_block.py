@@ -11,8 +11,10 @@ from triptych.workers.models.attention_interface import LayerTraits
 from triptych.workers.models.fused.block import HeadLayout, Heads, Norm, has_more_biases
 from triptych.workers.models.weights.linear import Int4Linear, Packing, grid_of, join_biases
 from triptych.workers.models.weights.plain_weights import Weights
+from triptych.workers.models.weights.shared_tiles import TileSource
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +42,25 @@ class Int4Block:
         layout: HeadLayout,
         epsilon: float,
         packing: Packing,
+        source: TileSource,
     ) -> "Int4Block | None":
         """None if some product cannot be kept in 4 bits, or has a bias: see ``DenseBlock``."""
         if has_more_biases(weights, layer):
             return None
         qkv = [weights[f"{layer}.{name}.weight"] for name in QKV]
         biases = join_biases(qkv, [weights.get(f"{layer}.{name}.bias") for name in QKV])
-        gate_up = [weights[f"{layer}.mlp.{name}.weight"] for name in ("gate_proj", "up_proj")]
-        packed = (
-            _tiles(qkv, packing),
-            _tiles([weights[f"{layer}.self_attn.o_proj.weight"]], packing),
-            _tiles(gate_up, packing, is_gated=True),
-            _tiles([weights[f"{layer}.mlp.down_proj.weight"]], packing),
-        )
+        products = (QKV, ("self_attn.o_proj",), GATE_UP, ("mlp.down_proj",))
+        packed = [
+            source.get(
+                f"{layer}.{names[0]}",
+                lambda names=names: _tiles(
+                    [weights[f"{layer}.{name}.weight"] for name in names],
+                    packing,
+                    is_gated=names is GATE_UP,
+                ),
+            )
+            for names in products
+        ]
         tiles = [product for product in packed if product is not None]
         if len(tiles) < len(packed):
             return None

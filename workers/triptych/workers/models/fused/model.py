@@ -25,6 +25,13 @@ from triptych.workers.models.traits import HEAD, PlainTraits
 from triptych.workers.models.vision.feature_rows import FeatureRows
 from triptych.workers.models.weights.linear import Packing, Packings, pack
 from triptych.workers.models.weights.plain_weights import EMBEDDING, Weights
+from triptych.workers.models.weights.shared_tiles import (
+    TileSource,
+    tiles_key,
+    with_shared_tiles,
+)
+
+IN_4_BITS: tuple[Packing, ...] = ("int4", "int4_if_exact")
 
 
 class FusedModel:
@@ -223,20 +230,30 @@ def _mixed(layer: int, block: Block[Any], heads: Heads, attend: Attend) -> Tenso
 def _blocks(
     weights: Weights, facts: ModelFacts, epsilon: float, packing: Packing
 ) -> list[Block[Any]]:
-    every = range(len(facts.layers))
-    return [_block(weights, layer, facts, epsilon, packing) for layer in every]
+    def build(source: TileSource) -> list[Block[Any]]:
+        every = range(len(facts.layers))
+        return [_block(weights, layer, facts, epsilon, packing, source) for layer in every]
+
+    if packing not in IN_4_BITS:
+        return build(TileSource())
+    return with_shared_tiles(tiles_key(facts.revision, packing, weights[EMBEDDING].dtype), build)
 
 
 def _block(
-    weights: Weights, index: int, facts: ModelFacts, epsilon: float, packing: Packing
+    weights: Weights,
+    index: int,
+    facts: ModelFacts,
+    epsilon: float,
+    packing: Packing,
+    source: TileSource,
 ) -> Block[Any]:
     layer, traits, geometry = f"model.layers.{index}", facts.layers[index], facts.geometry
     shape = facts.num_heads, geometry.kv_heads, geometry.head_dim
     layout = HeadLayout.of(weights, layer, shape, epsilon)
     if packing == "int8" and Int8Block.takes(weights, layer):
         return Int8Block.of(weights, layer, traits, layout, epsilon)
-    if packing in ("int4", "int4_if_exact"):
-        block = Int4Block.of(weights, layer, traits, layout, epsilon, packing)
+    if packing in IN_4_BITS:
+        block = Int4Block.of(weights, layer, traits, layout, epsilon, packing, source)
         if block is not None:
             return block
     return DenseBlock.of(weights, layer, traits, layout, epsilon, packing)

@@ -49,7 +49,7 @@ def cached(
 
 def _key(model: Path, patterns: Iterable[str]) -> str:
     """Hash of the model's files, and of the code and the versions of libraries that read them."""
-    digest = hashlib.sha256(repr((reader_versions(), _source_digest())).encode())
+    digest = hashlib.sha256(repr((reader_versions(), source_digest())).encode())
     digest.update(hash_files(model, patterns))
     return digest.hexdigest()[:32]
 
@@ -60,7 +60,8 @@ def reader_versions() -> tuple[str, ...]:
 
 
 @cache
-def _source_digest() -> str:
+def source_digest() -> str:
+    """Hash of all source files of ``workers.models``."""
     sources = sorted(_MODELS.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 

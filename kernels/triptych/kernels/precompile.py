@@ -1,0 +1,112 @@
+# pyright: basic
+"""``python -m triptych.kernels.precompile``: compile what a server's first answers need on a CPU.
+
+A server starts this beside Ray, so that both are done at about the same time. A process takes a
+group of functions that call the same others. What is not here, or not done yet, a worker compiles
+when it first calls it; two processes never compile the same entry point.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+
+from triptych.core.config.machine import usable_cores
+from triptych.kernels.codegen.kernel_cache import EntryPoint, kernel_cache_dir
+from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles
+
+COMPILED, FOUND = b"c", b"f"
+Group = tuple[str, ...]
+"""Functions by module and name."""
+
+
+def groups() -> list[Group]:
+    """What this processor runs for a model with the default settings; the longest first."""
+    codec, attention = ("move", "append", "start_append"), ("attend", "take_runs", "record")
+    parts, products = ("_work", "_start"), ["vector_product"]
+    if multiplies_bfloat():
+        prompts: list[Group] = [
+            ("prefill.cpu_bfloat:_work", "prefill.cpu_bfloat:_pack", "prefill.cpu_bfloat:_start"),
+            tuple(f"codec.store_prompts:{name}" for name in parts),
+        ]
+    else:
+        prompts = [("prefill.cpu_softmax:_work",)]
+        codec += ("store", "round_trip")
+    if multiplies_tiles():
+        products = ["amx_product", "amx_levels"]
+    return [
+        tuple(f"codec.codec_numba:{name}" for name in codec),
+        *prompts,
+        tuple(f"decode.flash_decoding:{name}" for name in attention),
+        (
+            *(f"int4.{name}:{part}" for name in products for part in ("prepare", "multiply")),
+            "int4.cpu:_start",
+        ),
+        tuple(f"pointwise.cpu_rotation:{name}" for name in parts),
+        ("logits.cpu:_work",),
+        ("int8.cpu:_work",),
+        tuple(f"pointwise.cpu:{name}" for name in parts),
+    ]
+
+
+def find(name: str) -> EntryPoint:
+    """An entry point by ``module:name``."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(f"triptych.kernels.{module}"), function)
+
+
+def compile_all(every: Sequence[Group], processes: int) -> Iterator[bool]:
+    """Compile groups in so many processes; yields for each function whether it was compiled."""
+    for names in every:
+        for name in names:
+            find(name)  # imported once, by the process that forks
+    waiting, fill = os.pipe()
+    finished, report = os.pipe()
+    os.write(fill, bytes(range(len(every))))
+    parent = os.getpid()
+    children = list[int]()
+    for _ in range(processes):
+        if not (child := os.fork()):
+            os.close(fill)
+            os._exit(_compile_groups(every, waiting, report, parent))
+        children.append(child)
+    for end in (waiting, fill, report):
+        os.close(end)
+    while byte := os.read(finished, 1):
+        yield byte == COMPILED
+    os.close(finished)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _compile_groups(every: Sequence[Group], waiting: int, report: int, parent: int) -> int:
+    """Take groups by the bytes of a pipe until it is empty; exit status of a process."""
+    while index := os.read(waiting, 1):
+        for name in every[index[0]]:
+            if os.getppid() != parent:
+                return 1
+            os.write(report, COMPILED if find(name).compile_if_free() else FOUND)
+    return 0
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the server was interrupted: end without a word
+    every, began, compiled = groups(), time.monotonic(), 0
+    total = sum(map(len, every))
+    for done, is_new in enumerate(compile_all(every, usable_cores()), 1):
+        compiled += is_new
+        if is_new:
+            _tell(f"compiling kernels for this processor, {done} of {total}")
+    if compiled:
+        took = f"{compiled} kernels in {time.monotonic() - began:.0f} s"
+        _tell(f"compiled {took}, into {kernel_cache_dir()}")
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"triptych: {line}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -32,9 +32,10 @@ check: $(READY) ## format, lint, types, architecture, unit tests
 	@echo "==> ruff"
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
-	@echo "==> pyright, import-linter"
+	@echo "==> pyright, import-linter; kernels are compiled meanwhile"
 	@$(BIN)/pyright & \
 		$(BIN)/lint-imports --no-logo >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }; \
+		$(BIN)/python -m tests.compile_kernels || exit 1; \
 		wait $$!
 	@echo "==> architecture and unit tests, examples in docstrings"
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal $(SLOWEST) --doctest-modules \
@@ -49,7 +50,8 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 	@$(BIN)/python -m tests.prometheus
 	@echo "==> slow and integration tests"
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope $(SLOWEST) \
-		tests/unit tests/integration -m "($(SLOW)) and not conformance"
+		$$(grep -rlE 'mark\.(slow|gpu)\b' tests/unit) tests/integration \
+		-m "($(SLOW)) and not conformance"
 	@echo "==> end-to-end tests"
 	@$(BIN)/pytest -q $(SLOWEST) $(addprefix --ignore=,$(LONG)) tests/e2e
 

@@ -22,9 +22,13 @@ BOUNDS = {
 }
 
 
+OFTEN = K8V4
+"""``make test`` measures it beside the default, and ``make conformance`` the others."""
+
+
 @pytest.fixture(scope="module")
 def rows() -> Mapping[str, Row]:
-    return rows_of("default", *BOUNDS)
+    return rows_of("default", OFTEN)
 
 
 def test_the_default_is_small_and_near_the_full_cache(rows: Mapping[str, Row]) -> None:
@@ -35,6 +39,11 @@ def test_the_default_is_small_and_near_the_full_cache(rows: Mapping[str, Row]) -
     assert row.summary.perplexity_ratio <= 1.02
 
 
-@pytest.mark.parametrize("method", BOUNDS)
-def test_each_policy_keeps_within_its_bounds(rows: Mapping[str, Row], method: str) -> None:
-    assert_within(rows[method], **BOUNDS[method])
+def test_a_fixed_format_keeps_within_its_bounds(rows: Mapping[str, Row]) -> None:
+    assert_within(rows[OFTEN], **BOUNDS[OFTEN])
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("method", [method for method in BOUNDS if method != OFTEN])
+def test_each_policy_keeps_within_its_bounds(method: str) -> None:
+    assert_within(rows_of(method)[method], **BOUNDS[method])

@@ -204,7 +204,7 @@ def test_a_request_that_moves_answers_as_one_that_stays(stages: Stages) -> None:
     assert stages.pool.check() == []
 
 
-@pytest.mark.slow
+@pytest.mark.conformance
 def test_the_next_worker_goes_on_wherever_the_first_one_died(stages: Stages) -> None:
     whole, luck = uninterrupted(stages), random.Random(3)
     total = lines_of_a_run(stages, DECODE)

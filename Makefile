@@ -60,10 +60,11 @@ interpreter: $(READY) ## run the longest tests of GPU code in Triton's interpret
 
 conformance: $(READY) ## run all methods, more deaths, and the bounds of each method on the real model (10 minutes)
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/conformance \
-		tests/unit/core/test_methods.py tests/unit/workers/test_methods_together.py
+		tests/unit/core/test_methods.py tests/unit/workers/test_methods_together.py -m "not conformance"
 	@$(BIN)/pytest -q $(SLOWEST) tests/unit/test_gpu.py -k test_gpu_methods
 	@$(BIN)/triptych model fetch
-	@$(BIN)/pytest -q $(SLOWEST) tests/integration tests/unit/kernels/test_select_pages.py -m conformance
+	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope $(SLOWEST) \
+		tests/unit tests/integration -m conformance
 
 explore: $(READY) ## property tests on examples that differ at every run
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --hypothesis-profile explore \

@@ -58,7 +58,17 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+OFTEN = "chain of rules", "optional letters", "deep brackets", "tokens within tokens"
+"""They meet different limits; ``make conformance`` runs the others too."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.conformance])
+        for name in HOSTILE
+    ],
+)
 def test_a_hostile_grammar_is_refused_or_compiled_within_seconds(
     compiler: GrammarCompiler, name: str
 ) -> None:

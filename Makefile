@@ -49,8 +49,8 @@ test: $(READY) ## the slower tests: integration and end to end, with the real mo
 	@echo "==> prometheus"
 	@$(BIN)/python -m tests.prometheus
 	@echo "==> slow and integration tests"
-	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope $(SLOWEST) \
-		$$(grep -rlE 'mark\.(slow|gpu)\b' tests/unit) tests/integration \
+	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder $(SLOWEST) \
+		tests/integration $$(grep -rlE 'mark\.(slow|gpu)\b' tests/unit) \
 		-m "($(SLOW)) and not conformance"
 	@echo "==> end-to-end tests"
 	@$(BIN)/pytest -q $(SLOWEST) $(addprefix --ignore=,$(LONG)) tests/e2e -m "not cluster"

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.property_tests import EXPLORE
+from tests.effort import EXPLORE
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property_tests import examples
+from tests.effort import examples
 from tests.unit.conformance.rows import (
     FILES,
     METHODS_TO_TEST,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.evals.data.cases import Case, EqualBytes, Method

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.evals.methods import eviction
 from triptych.evals.methods.eviction import EVICTIONS, PromptAttention
 from triptych.kernels.retain import pyramid_budgets

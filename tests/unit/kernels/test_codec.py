@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.effort import examples
 from tests.moves import ALONE, LATENTS, PAIRS, ROUNDED, USUAL, random_moves
-from tests.property_tests import examples
 from triptych.core.errors import ConfigError
 from triptych.core.layout import KeyOrder, PageLayout, default_page_bytes, stored_format
 from triptych.kernels import (

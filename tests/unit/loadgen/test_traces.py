@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.cli.measure.load_options import LoadOptions, levels_of_options
 from triptych.core.errors import ConfigError
 from triptych.loadgen.workload.traces import read_trace

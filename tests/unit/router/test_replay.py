@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property_tests import examples
+from tests.effort import examples
 from tests.unit.simulator.test_simulator import COSTS, POLICIES, poisson, with_policy
 from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError

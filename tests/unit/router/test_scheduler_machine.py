@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.property_tests import examples
+from tests.effort import examples
 from tests.unit.router.fake_world import (
     CAPACITY,
     IN_PARTS,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import Compress, Join, Message, Prefill

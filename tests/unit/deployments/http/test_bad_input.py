@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.errors import RequestError
 from triptych.deployments.http.json_frames import parse_json
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.config.cache_dirs import cache_dir
 from triptych.core.errors import PromptTooLong, RequestError, Unsupported
 from triptych.deployments.http.tokenizer import TextCodec

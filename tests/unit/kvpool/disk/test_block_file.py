@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.property_tests import examples
+from tests.effort import examples
 from tests.unit.kvpool.disk.disk_objects import (
     PAGE_BYTES,
     changed,

@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.errors import PoolError
 from triptych.kvpool.disk.store import DiskStore
 from triptych.kvpool.disk.tier import Disk, DiskTier

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.errors import (
     NotHeld,
     NotRegistered,

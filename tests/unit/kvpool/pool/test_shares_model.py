@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.errors import NotHeld, PoolError, StaleHandle
 from triptych.core.handles import LeaseRef
 from triptych.kvpool.pool.leases import WorkerId

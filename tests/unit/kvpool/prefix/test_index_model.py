@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.errors import PoolError
 from triptych.kvpool.prefix.blocks import (
     Block,

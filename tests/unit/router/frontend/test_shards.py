@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, DeadlineExceeded, QueueFull, StageLost
 from triptych.core.messages import Request, Sampling, failed

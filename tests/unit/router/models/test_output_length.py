@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.router.models.output_length import EDGES, MOST_TENANTS, PRIOR, Hazards, OutputLengths
 
 AHEAD = (24, 64, 128, 256, 512, 1024, 2048, 4096)

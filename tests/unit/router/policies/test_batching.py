@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.errors import ConfigError
 from triptych.router import BATCH_POLICIES
 from triptych.router.plugins import schedule_named

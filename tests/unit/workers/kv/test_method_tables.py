@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.config import AppConfig
 from triptych.core.layout import Geometry
 from triptych.core.pages import PagePlan

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.property_tests import examples
+from tests.effort import examples
 from tests.unit.workers.models.conftest import FAMILIES
 from triptych.core.errors import ModelError
 from triptych.workers.models.facts import describe

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.messages import Sampling
 from triptych.workers.models.tokenizer import FastTokenizer, from_json, to_json
 from triptych.workers.sampling.detokenizer import IncrementalDetokenizer

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.property_tests import examples
+from tests.effort import examples
 from triptych.core.errors import ModelError
 from triptych.core.messages import Sampling
 from triptych.workers.sampling.sampler import Drawn, SamplerRow, sample

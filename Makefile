@@ -42,12 +42,10 @@ check: $(READY) ## format, lint, types, architecture, unit tests
 		tests/arch tests/unit $(PARTS) -m "not ($(SLOW) or $(OWN))"
 
 test: $(READY) ## the slower tests: integration and end to end, with the real model
-	@echo "==> model"
-	@$(BIN)/triptych model fetch
+	@echo "==> model, prometheus"
+	@$(BIN)/python -m tests.prometheus & $(BIN)/triptych model fetch || exit 1; wait $$!
 	@echo "==> browser"
 	@command -v chromium >/dev/null || $(PIP) install -r requirements-browser.lock
-	@echo "==> prometheus"
-	@$(BIN)/python -m tests.prometheus
 	@echo "==> slow and integration tests"
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder $(SLOWEST) \
 		tests/integration $$(grep -rlE 'mark\.(slow|gpu)\b' tests/unit) \

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.effort import in_parts
 from tests.unit.workers.decode import test_resume
 from tests.unit.workers.decode.test_resume import (
     CONTEXT,
@@ -209,8 +208,7 @@ def test_a_lowered_request_goes_on_alike_in_another_worker(stages: Stages) -> No
     assert here.answer("r0") == there.answer("r0")
 
 
-@in_parts(3)
-def test_a_worker_may_die_at_any_line_of_a_lowering(stages: Stages, part: slice) -> None:
+def test_a_worker_may_die_at_any_line_of_a_lowering(stages: Stages) -> None:
     """The next one goes on with or without it; no token is lost, none is wrong, no page is lost."""
     answers = dict[bool, list[int]]()
     for is_lowered in (False, True):
@@ -226,7 +224,7 @@ def test_a_worker_may_die_at_any_line_of_a_lowering(stages: Stages, part: slice)
         lower(engine)
     engine.cancel(["r0"])
     seen = set[bool]()
-    for lines in range(0, count[0], max(1, count[0] // 30))[part]:
+    for lines in range(0, count[0], max(1, count[0] // 30)):
         client = Client()
         previous_worker, engine = started(stages, client)
         with pytest.raises(Crash), crash_after(lines, LOWERING):

@@ -32,35 +32,37 @@ check: $(READY) ## format, lint, types, architecture, unit tests
 	@echo "==> ruff"
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
-	@echo "==> pyright, import-linter"
+	@echo "==> pyright, import-linter; kernels are compiled meanwhile"
 	@$(BIN)/pyright & \
 		$(BIN)/lint-imports --no-logo >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }; \
+		$(BIN)/python -m tests.compile_kernels || exit 1; \
 		wait $$!
 	@echo "==> architecture and unit tests, examples in docstrings"
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal $(SLOWEST) --doctest-modules \
 		tests/arch tests/unit $(PARTS) -m "not ($(SLOW) or $(OWN))"
 
 test: $(READY) ## the slower tests: integration and end to end, with the real model
-	@echo "==> model"
-	@$(BIN)/triptych model fetch
+	@echo "==> model, prometheus"
+	@$(BIN)/python -m tests.prometheus & $(BIN)/triptych model fetch || exit 1; wait $$!
 	@echo "==> browser"
 	@command -v chromium >/dev/null || $(PIP) install -r requirements-browser.lock
-	@echo "==> prometheus"
-	@$(BIN)/python -m tests.prometheus
 	@echo "==> slow and integration tests"
-	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope $(SLOWEST) \
-		tests/unit tests/integration -m "($(SLOW)) and not conformance"
+	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope --no-loadscope-reorder $(SLOWEST) \
+		tests/integration $$(grep -rlE 'mark\.(slow|gpu)\b' tests/unit) \
+		-m "($(SLOW)) and not conformance"
 	@echo "==> end-to-end tests"
-	@$(BIN)/pytest -q $(SLOWEST) $(addprefix --ignore=,$(LONG)) tests/e2e
+	@$(BIN)/pytest -q $(SLOWEST) $(addprefix --ignore=,$(LONG)) tests/e2e -m "not cluster"
 
 interpreter: $(READY) ## run the longest tests of GPU code in Triton's interpreter (6 minutes)
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/test_gpu.py -m interpreter
 
-conformance: $(READY) ## run the suite that every compression method must pass (3 minutes)
+conformance: $(READY) ## run all methods, more deaths, and the bounds of each method on the real model (10 minutes)
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 $(SLOWEST) tests/unit/conformance \
-		tests/unit/core/test_methods.py tests/unit/workers/test_methods_together.py
+		tests/unit/core/test_methods.py tests/unit/workers/test_methods_together.py -m "not conformance"
 	@$(BIN)/pytest -q $(SLOWEST) tests/unit/test_gpu.py -k test_gpu_methods
-	@$(BIN)/pytest -q $(SLOWEST) tests/integration/faults/test_deaths_of_methods.py
+	@$(BIN)/triptych model fetch
+	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist loadscope $(SLOWEST) \
+		tests/unit tests/integration -m conformance
 
 explore: $(READY) ## property tests on examples that differ at every run
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --hypothesis-profile explore \
@@ -83,9 +85,8 @@ abuse: $(READY) ## send hostile requests of three seeds to a server, beside a we
 endings: $(READY) ## stop, redeploy and interrupt servers with streams open (4 minutes)
 	@$(BIN)/pytest -q $(SLOWEST) tests/e2e/test_endings.py
 
-cluster: $(READY) ## kill and freeze workers, pools and nodes among several replicas and nodes, and scale a stage (7 minutes)
-	@$(BIN)/pytest -q $(SLOWEST) tests/e2e/test_replicas.py tests/e2e/test_nodes.py \
-		tests/e2e/test_autoscaling.py
+cluster: $(READY) ## kill and freeze workers, pools and nodes among several replicas and nodes, and scale a stage (9 minutes)
+	@$(BIN)/pytest -q $(SLOWEST) $(addprefix tests/e2e/test_,replicas.py nodes.py autoscaling.py deaths.py)
 
 stalls: $(READY) ## stop each process of a server for 1 to 30 s under load (15 minutes)
 	@$(BIN)/python -m tests.e2e.stalls --json benchmarks/results/stalls.json

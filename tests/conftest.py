@@ -17,15 +17,18 @@ for _name, _value in {
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+
+from tests.effort import EXPLORE
 
 ROOT = Path(__file__).parents[1]
 
 
 # A busy machine is no bug: no test passes or fails by a timing. And the same code passes or fails
 # each time; who looks for more runs `make explore`, which draws other examples at every run.
-settings.register_profile("triptych", deadline=None, print_blob=True, derandomize=True)
-settings.register_profile("explore", deadline=None, print_blob=True)
+_usual = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(EXPLORE, _usual)
+settings.register_profile("triptych", _usual, derandomize=True, max_examples=25)
 settings.load_profile("triptych")
 
 

@@ -27,7 +27,7 @@ def ask(server: Any) -> int:
     return int(answer.usage.completion_tokens)
 
 
-@pytest.mark.parametrize("victim", ["Router", "Pool"])
+@pytest.mark.parametrize("victim", ["Pool", pytest.param("Router", marks=pytest.mark.cluster)])
 def test_every_stream_goes_on_and_new_requests_are_answered(server: Any, victim: str) -> None:
     """Nobody is refused meanwhile; what was in the dead pool is computed again."""
     arena = server.shared_memory()[0]
@@ -44,6 +44,7 @@ def test_every_stream_goes_on_and_new_requests_are_answered(server: Any, victim:
     assert server.shared_memory()[0].exists()
 
 
+@pytest.mark.cluster
 def test_a_server_leaves_nothing_when_it_is_stopped_and_sweeps_up_after_one_that_was_killed(
     server: Any, serving: Callable[..., Any]
 ) -> None:

@@ -490,9 +490,19 @@ def test_an_answer_never_ends_in_half_a_character(client: openai.OpenAI, stream:
         assert content == raw.decode(errors="ignore")
 
 
-@pytest.mark.parametrize("stop", [None, "Tokyo", "apan is", " cap"])
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "keep", "stream"),
+    [
+        (None, False, False),
+        (None, False, True),
+        ("Tokyo", True, False),
+        ("Tokyo", False, True),
+        ("apan is", False, False),
+        ("apan is", True, True),
+        (" cap", True, False),
+        (" cap", False, True),
+    ],
+)
 def test_the_bytes_of_an_answer_that_ends_are_its_text(
     client: openai.OpenAI, stop: str | None, keep: bool, stream: bool
 ) -> None:
@@ -660,17 +670,9 @@ def test_the_only_decode_worker_is_killed_and_its_requests_wait_for_the_next(ser
 # ------------------------------------------------------------------ wrong settings
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        ({"modle": {}}, "did you mean 'model'"),
-        ({"pool": {"page_bytes": 256}}, "too small for one fp16 token"),
-        ({"model": {"name": "no-such-model"}}, "no-such-model"),
-    ],
-)
-def test_a_wrong_config_stops_before_any_actor(
-    tmp_path: Path, args: dict[str, Any], says: str
-) -> None:
+def test_a_wrong_config_stops_before_any_actor(tmp_path: Path) -> None:
+    """One that can be found wrong only with the geometry of the model."""
+    args = {"pool": {"page_bytes": 256}}
     application = {
         "name": "triptych",
         "import_path": "triptych.deployments.app:build_app",
@@ -686,7 +688,7 @@ def test_a_wrong_config_stops_before_any_actor(
         check=False,
     )
     assert run.returncode in (1, 2)
-    assert says in run.stdout + run.stderr
+    assert "too small for one fp16 token" in run.stdout + run.stderr
 
 
 def test_more_gpus_than_the_cluster_has_are_refused() -> None:

@@ -1,14 +1,37 @@
 """What methods cost on the real model, measured once for the tests of a module."""
 
+import signal
 from collections.abc import Mapping
+
+import pytest
 
 from triptych.evals.studies.report import Row
 from triptych.evals.studies.study import Results, Study, measure, prepare, report
 
+STALLED_S = 900
+"""A case takes seconds; where others use the cores, minutes."""
+
+by_progress = pytest.mark.timeout(0)
+"""For tests that ``run``: it has a time limit for each case, so the test has none."""
+
 
 def run(**options: object) -> Results:
-    prepared = prepare(Study(model="smollm2-135m-instruct", greedy_tokens=0, **options))
-    return report(prepared, measure(prepared, lambda _n, _c: None, lambda _n, _c: None))
+    """Raises: TimeoutError if a case takes longer than ``STALLED_S``"""
+
+    def stop(_number: int, _frame: object) -> None:
+        raise TimeoutError(f"no case was done in {STALLED_S} s")
+
+    def advance(_name: str, _cases: int) -> None:
+        signal.alarm(STALLED_S)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(STALLED_S)
+    try:
+        prepared = prepare(Study(model="smollm2-135m-instruct", greedy_tokens=0, **options))
+        return report(prepared, measure(prepared, advance, advance))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def rows_of(*methods: str) -> Mapping[str, Row]:

@@ -1,8 +1,9 @@
 """What is asked for later is found, with the real model."""
 
-from tests.integration.measured import run
+from tests.integration.measured import by_progress, run
 
 
+@by_progress
 def test_a_passkey_is_found_when_the_question_comes_later() -> None:
     """Tokens went low before anybody asked."""
     results = run(

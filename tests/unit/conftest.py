@@ -12,18 +12,21 @@ from tests.tiny import save_tiny_model
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Neither GPU nor interpreter: ``test_gpu.py`` starts the interpreter.
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Whether to pass over a folder ``gpu``: neither GPU nor interpreter.
 
-    Unlike tensor cores, numpy warns where a kernel multiplies garbage and then hides it.
+    ``test_gpu.py`` starts the interpreter.
     """
-    skip = pytest.mark.skip(reason="no CUDA device, and not in Triton's interpreter")
+    can_run = IS_INTERPRETED or torch.cuda.is_available()
+    return True if collection_path.name == "gpu" and not can_run else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Unlike tensor cores, numpy warns where a kernel multiplies garbage and then hides it."""
     quiet = pytest.mark.filterwarnings("ignore:(invalid value|overflow|All-NaN):RuntimeWarning")
     for item in items:
         if item.path.parent.name == "gpu":
             item.add_marker(quiet)
-            if not IS_INTERPRETED and not torch.cuda.is_available():
-                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")

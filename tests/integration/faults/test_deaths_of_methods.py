@@ -18,7 +18,7 @@ METHODS = (
     ("cake", "expected_attention", "kvcrush"),
     ("h2o:generate", "h2o", "tova"),
 )
-"""Beside the default."""
+"""Beside the default. ``make test`` runs the first, ``make conformance`` the others too."""
 CLIENTS, ANSWER_TOKENS = 16, 60
 
 
@@ -33,8 +33,12 @@ async def crowd(cluster: Cluster, methods: tuple[str, ...]) -> list[Answer]:
     return await asyncio.gather(*(cluster.answer(request(n, methods)) for n in range(CLIENTS)))
 
 
-@pytest.mark.parametrize("methods", METHODS, ids=lambda methods: methods[0])
-@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "methods",
+    [METHODS[0], *(pytest.param(more, marks=pytest.mark.conformance) for more in METHODS[1:])],
+    ids=lambda methods: methods[0],
+)
+@pytest.mark.timeout(600)
 async def test_no_answer_is_lost_or_wrong_and_no_page_is_held(
     tmp_path: Path, methods: tuple[str, ...]
 ) -> None:

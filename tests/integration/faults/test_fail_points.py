@@ -1,4 +1,7 @@
-"""Processes that die at named points while clients wait: one seed; ``__main__`` takes many."""
+"""Processes that die at named points while clients wait: one seed; ``__main__`` takes many.
+
+``make test`` tries some points of each role, and ``make conformance`` more.
+"""
 
 from pathlib import Path
 
@@ -15,28 +18,43 @@ from tests.integration.faults.points import (
 from tests.integration.faults.trial import Trial, Trials
 from tests.tiny import save_tiny_model
 
-CHOSEN = [point for index, point in enumerate(WHOLE_POINTS) if index % 7 == 3]
+
+def some_and_others(points: list[Point], first: int, step: int) -> pytest.MarkDecorator:
+    """Every ``step``-th point, and for ``make conformance`` those half way between them."""
+    others = points[(first + step // 2) % step :: step]
+    return pytest.mark.parametrize(
+        "points",
+        [
+            pytest.param(points[first::step], id="some"),
+            pytest.param(others, id="others", marks=pytest.mark.conformance),
+        ],
+    )
 
 
-@pytest.mark.timeout(240)
-async def test_no_death_loses_a_request_or_a_page(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@some_and_others(WHOLE_POINTS, 3, 14)
+async def test_no_death_loses_a_request_or_a_page(tmp_path: Path, points: list[Point]) -> None:
     async with Cluster(save_tiny_model(tmp_path)) as cluster:
-        assert await die_at(cluster, CHOSEN) == []
-        assert set(cluster.deaths) >= {point.role for point in CHOSEN} - {TAKEOVER}
+        assert await die_at(cluster, points) == []
+        assert set(cluster.deaths) >= {point.role for point in points} - {TAKEOVER}
 
 
-@pytest.mark.timeout(240)
-async def test_nor_while_a_prompt_is_encoded_layer_by_layer(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@some_and_others(PART_POINTS, 0, 4)
+async def test_nor_while_a_prompt_is_encoded_layer_by_layer(
+    tmp_path: Path, points: list[Point]
+) -> None:
     async with Cluster(save_tiny_model(tmp_path, layers=7), in_parts=True) as cluster:
-        assert await die_at(cluster, PART_POINTS[::2]) == []
-        assert set(cluster.deaths) == {"prefill", "compress"}
+        assert await die_at(cluster, points) == []
+        assert set(cluster.deaths) == {point.role for point in points}
 
 
-@pytest.mark.timeout(240)
-async def test_nor_while_requests_are_lowered(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@some_and_others(LOWERING_POINTS, 0, 3)
+async def test_nor_while_requests_are_lowered(tmp_path: Path, points: list[Point]) -> None:
     async with Cluster(save_tiny_model(tmp_path), is_lowering=True) as cluster:
-        assert await die_at(cluster, LOWERING_POINTS, seeds=4) == []
-        assert set(cluster.deaths) == {"decode", "router"}
+        assert await die_at(cluster, points, seeds=4) == []
+        assert set(cluster.deaths) == {point.role for point in points}
 
 
 async def die_at(cluster: Cluster, points: list[Point], seeds: int = 1) -> list[Trial]:

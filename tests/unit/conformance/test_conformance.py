@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from tests.unit.conformance.rows import (
     FILES,
     METHODS_TO_TEST,
@@ -204,7 +205,7 @@ def test_a_request_that_moves_answers_as_one_that_stays(stages: Stages) -> None:
     assert stages.pool.check() == []
 
 
-@pytest.mark.slow
+@pytest.mark.conformance
 def test_the_next_worker_goes_on_wherever_the_first_one_died(stages: Stages) -> None:
     whole, luck = uninterrupted(stages), random.Random(3)
     total = lines_of_a_run(stages, DECODE)
@@ -213,7 +214,7 @@ def test_the_next_worker_goes_on_wherever_the_first_one_died(stages: Stages) -> 
 
 
 @pytest.mark.parametrize("name", METHODS_TO_TEST)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(prompt=st.integers(1, 2000), more=st.integers(0, 600))
 def test_the_byte_model_grows_with_tokens(name: str, prompt: int, more: int) -> None:
     plan = plan_of(name)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
+from tests.effort import examples
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.evals.data.cases import Case, EqualBytes, Method
@@ -238,7 +239,7 @@ def test_a_wrong_baseline_is_an_error_that_says_why(names: list[str], complaint:
 
 
 @given(seed=st.integers(0, 10_000), page=st.sampled_from([4, 8, 16]), sharp=st.floats(0.1, 4.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_what_boxes_certify_is_never_more_than_what_is_read(
     seed: int, page: int, sharp: float
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from triptych.evals.methods import eviction
 from triptych.evals.methods.eviction import EVICTIONS, PromptAttention
 from triptych.kernels.retain import pyramid_budgets
@@ -130,14 +131,14 @@ def test_pyramidkv_gives_early_layers_more() -> None:
     assert all(set(range(TOKENS - 64, TOKENS)) <= row for layer in rows for row in layer)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.sampled_from(sorted(EVICTIONS)), st.integers(0, TOKENS), st.integers(0, 5))
 def test_as_much_is_kept_as_the_budget_says(name: str, budget: int, seed: int) -> None:
     found = EVICTIONS[name](attention_of(attention(seed), seed), budget)
     assert int(found.sum()) == budget * LAYERS * KV_HEADS
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5000), st.data())
 def test_a_pyramid_has_the_bytes_of_a_column(layers: int, tokens: int, data: st.DataObject) -> None:
     budget = data.draw(st.integers(0, tokens))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.effort import examples
 from tests.moves import ALONE, LATENTS, PAIRS, ROUNDED, USUAL, random_moves
 from triptych.core.errors import ConfigError
 from triptych.core.layout import KeyOrder, PageLayout, default_page_bytes, stored_format
@@ -371,7 +372,7 @@ def test_pages_give_rounded_tokens_back_unchanged(
 
 
 @pytest.mark.hypothesis
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     vector=st.lists(st.floats(-65504, 65504, width=16), min_size=16, max_size=16),
     name=st.sampled_from([name for name in ROUNDED if name != "fp16"]),

@@ -237,7 +237,7 @@ def test_no_logit_is_above_the_score_of_its_box(name: str, rotated: bool) -> Non
     assert violations(name, 2_000, rotated) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.conformance
 @pytest.mark.parametrize("name", ["fp16", "fp8", "k8v4", "k4v2", "k2v4"])  # one for each key codec
 def test_no_logit_of_100_000_pages_is_above_the_score_of_its_box(name: str) -> None:
     assert sum(violations(name, 4_000, rotated=bool(turn % 2)) for turn in range(25)) == 0

@@ -1,12 +1,12 @@
 """Visits every state that a small world can reach, each once."""
 
 from collections.abc import Hashable, Iterable
-from copy import deepcopy
+from pickle import dumps, loads
 from typing import Protocol
 
 
 class World(Protocol):
-    """Something small that can be copied, with all that may happen to it next."""
+    """Something small that can be pickled, with all that may happen to it next."""
 
     def moves(self) -> Iterable[tuple[str, int]]: ...
     def do(self, move: str, i: int) -> None: ...
@@ -29,12 +29,12 @@ def explore(start: World, progress: set[str]) -> tuple[int, int]:
     while waiting:
         world = waiting.pop()
         world.check()
-        options = list(world.moves())
+        options, copy = list(world.moves()), dumps(world)  # read several times faster than deepcopy
         if not any(move in progress for move, _ in options):
             ends += 1
-            deepcopy(world).check_end()
+            loads(copy).check_end()
         for move, i in options:
-            after = deepcopy(world)
+            after = loads(copy)
             after.do(move, i)
             if (key := after.key()) not in seen:
                 seen.add(key)

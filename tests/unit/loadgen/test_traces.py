@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from triptych.cli.measure.load_options import LoadOptions, levels_of_options
 from triptych.core.errors import ConfigError
 from triptych.loadgen.workload.traces import read_trace
@@ -92,7 +93,7 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_trace(tmp_path / "none.csv")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(text=st.text(max_size=200))
 def test_no_text_makes_the_readers_fail_in_another_way(
     tmp_path_factory: pytest.TempPathFactory, text: str

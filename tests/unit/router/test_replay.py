@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from tests.unit.simulator.test_simulator import COSTS, POLICIES, poisson, with_policy
 from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
@@ -77,7 +78,7 @@ def test_bookings_by_bounds_decide_as_they_did_before_there_were_others(tmp_path
     assert (found.starts, found.calls, found.difference) == (6, 2841, "")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_no_file_makes_the_replay_fail_in_another_way(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

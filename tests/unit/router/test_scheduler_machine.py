@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.effort import examples
 from tests.unit.router.fake_world import (
     CAPACITY,
     IN_PARTS,
@@ -498,7 +499,7 @@ class SharingColocatedMachine(SharingMachine, OvercommittingMachine):
 
 
 LIMITS = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

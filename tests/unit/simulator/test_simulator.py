@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from triptych.core.config import RouterConfig
 from triptych.core.errors import ConfigError
 from triptych.core.messages import Compress, Join, Message, Prefill
@@ -106,7 +107,7 @@ def test_on_shared_cores_one_worker_computes_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     seed=st.integers(0, 999),
     rate=st.sampled_from([0.5, 4.0, 50.0]),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from triptych.core.errors import RequestError
 from triptych.deployments.http.json_frames import parse_json
 
@@ -573,7 +574,7 @@ json_values = st.recursive(
 FIELD_NAMES = sorted({field for field, *_ in FIELDS + CHAT_FIELDS} - {"model", "messages"})
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     fields=st.dictionaries(st.sampled_from(FIELD_NAMES), json_values, max_size=3),
     messages=st.just(HELLO) | json_values,
@@ -585,7 +586,7 @@ def test_no_body_makes_the_server_fail(http, engine, fields, messages):
     assert response.status_code in (200, 400), response.text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(body=st.binary(max_size=64))
 def test_any_bytes_are_parsed_or_refused(body):
     with contextlib.suppress(RequestError):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from tests.effort import examples
 from triptych.core.config.cache_dirs import cache_dir
 from triptych.core.errors import PromptTooLong, RequestError, Unsupported
 from triptych.deployments.http.tokenizer import TextCodec
@@ -64,7 +65,7 @@ async def test_names_of_special_tokens_in_a_message_are_text(codec, real_tokeniz
         assert text in real_tokenizer.decode(ids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     pieces=st.lists(
         st.sampled_from(["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|", "im_end", "|>", "a"])
@@ -104,7 +105,7 @@ def test_tokens_know_their_bytes(codec, real_tokenizer):
     assert codec.token_bytes(codec.vocab_tokens + 5) == b""
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(text=st.text(max_size=300))
 def test_no_text_is_refused_for_its_length_that_would_fit(codec, real_tokenizer, text):
     tokens = len(real_tokenizer.encode(text, add_special_tokens=False))

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from tests.unit.kvpool.disk.disk_objects import (
     PAGE_BYTES,
     changed,
@@ -73,7 +74,7 @@ sizes = st.lists(st.integers(0, 700), max_size=12)
 @given(
     pages=st.integers(1, 5000), page_bytes=st.sampled_from([1, 256, 3584]), out=sizes, back=sizes
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_pages_come_back_whatever_buffers_they_pass_through(
     descriptor: int, pages: int, page_bytes: int, out: list[int], back: list[int]
 ) -> None:
@@ -165,7 +166,7 @@ def test_every_truncation_is_noticed(descriptor: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_damage_is_noticed(descriptor: int, data: st.DataObject) -> None:
     """Bytes overwritten, cut out, put in, moved, or zeroed as by a torn write."""
     whole = content_of(meta_of(2, 20), descriptor)
@@ -183,7 +184,7 @@ def test_any_damage_is_noticed(descriptor: int, data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=6000))
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_no_object_is_never_read_as_one(descriptor: int, content: bytes) -> None:
     fill(descriptor, content)
     with pytest.raises(Damaged):

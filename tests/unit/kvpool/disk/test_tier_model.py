@@ -20,6 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.effort import examples
 from triptych.core.errors import PoolError
 from triptych.kvpool.disk.store import DiskStore
 from triptych.kvpool.disk.tier import Disk, DiskTier
@@ -252,6 +253,6 @@ class DiskLevelMachine(RuleBasedStateMachine):
 
 
 DiskLevelMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=examples(60), stateful_step_count=40, deadline=None
 )
 TestDiskLevel = DiskLevelMachine.TestCase

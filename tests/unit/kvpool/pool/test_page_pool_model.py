@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.effort import examples
 from triptych.core.errors import (
     NotHeld,
     NotRegistered,
@@ -460,5 +461,7 @@ def draw_some(data: st.DataObject, items: list) -> list:
     return data.draw(st.lists(st.sampled_from(items), unique=True, max_size=len(items)))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)
 TestPool = PoolMachine.TestCase

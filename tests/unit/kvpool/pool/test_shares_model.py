@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.effort import examples
 from triptych.core.errors import NotHeld, PoolError, StaleHandle
 from triptych.core.handles import LeaseRef
 from triptych.kvpool.pool.leases import WorkerId
@@ -314,5 +315,7 @@ class ShareMachine(RuleBasedStateMachine):
         assert self.pool.stat(self.now).request_pages == requests + line.bytes // PAGE_BYTES
 
 
-ShareMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+ShareMachine.TestCase.settings = settings(
+    max_examples=examples(25), stateful_step_count=40, deadline=None
+)
 TestShares = ShareMachine.TestCase

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.effort import examples
 from triptych.core.errors import PoolError
 from triptych.kvpool.prefix.blocks import (
     Block,
@@ -475,7 +476,7 @@ class CollidingMachine(PrefixMachine):
 
 
 for machine in (CostMachine, LruMachine, CollidingMachine):
-    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+    machine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40)
 TestCost = CostMachine.TestCase
 TestLru = LruMachine.TestCase
 TestColliding = CollidingMachine.TestCase

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.effort import examples
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, DeadlineExceeded, QueueFull, StageLost
 from triptych.core.messages import Request, Sampling, failed
@@ -34,7 +35,7 @@ def homes(count: int, keys: int = 1000) -> list[str | None]:
     return [shards.place(str(key), str(key).encode(), 1) for key in range(keys)]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(count=st.integers(1, 12))
 def test_a_new_shard_takes_its_share_of_keys_and_no_other_key_moves(count: int) -> None:
     before, after = homes(count), homes(count + 1)
@@ -43,7 +44,7 @@ def test_a_new_shard_takes_its_share_of_keys_and_no_other_key_moves(count: int) 
     assert 0.4 < len(moved) * (count + 1) / len(before) < 2.0
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(count=st.integers(2, 8), gone=st.integers(0, 7))
 def test_only_the_keys_of_a_shard_that_is_down_move_and_not_all_to_one(
     count: int, gone: int
@@ -130,7 +131,7 @@ class Bounded(RuleBasedStateMachine):
 
 
 TestBounded = Bounded.TestCase
-TestBounded.settings = settings(max_examples=40, stateful_step_count=30)
+TestBounded.settings = settings(max_examples=examples(40), stateful_step_count=30)
 
 
 def test_of_one_size_and_without_free_ones_it_is_the_rule_of_the_paper() -> None:

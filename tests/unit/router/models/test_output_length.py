@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from triptych.router.models.output_length import EDGES, MOST_TENANTS, PRIOR, Hazards, OutputLengths
 
 AHEAD = (24, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -107,7 +108,7 @@ def test_a_change_of_the_load_is_followed() -> None:
     assert lengths.quantile("", 0, NEVER, 0.9) < 100
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     answers=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 200_000)), max_size=20),
     written=st.integers(0, 200_000),

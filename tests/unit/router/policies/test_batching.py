@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from triptych.core.errors import ConfigError
 from triptych.router import BATCH_POLICIES
 from triptych.router.plugins import schedule_named
@@ -94,7 +95,7 @@ def test_a_policy_that_may_start_somebody_does(
         assert batch
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(waiting=lines, free_bytes=st.integers(0, 1000))
 def test_greedy_packs_at_least_as_many_bytes_as_fcfs(waiting: ListedQueue, free_bytes: int) -> None:
     allowed = budget(free_bytes, len(waiting) + 1)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.effort import in_parts
 from tests.sliding import WINDOW, save_sliding
 from tests.tiny import DIFFKV
 from tests.unit.workers.decode import test_resume
@@ -59,11 +60,12 @@ def whole(stages: Stages) -> dict[str, list[int]]:
     return uninterrupted(stages)
 
 
+@in_parts(3)
 def test_a_worker_may_die_at_any_line_of_an_expiry(
-    stages: Stages, whole: dict[str, list[int]]
+    stages: Stages, whole: dict[str, list[int]], part: slice
 ) -> None:
     total = lines_of_a_run(stages, EXPIRY)
-    for lines in range(total // 2, total, max(1, total // 20)):
+    for lines in range(total // 2, total, max(1, total // 20))[part]:
         die_and_go_on(stages, whole, lines, EXPIRY)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.effort import in_parts
 from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
 from triptych.core.errors import StaleHandle
@@ -414,14 +415,15 @@ def go_on(
     assert stages.pool.stat().held_pages == 0
 
 
+@in_parts(3)
 def test_the_next_worker_goes_on_wherever_the_first_one_died(
-    stages: Stages, whole: dict[str, list[int]]
+    stages: Stages, whole: dict[str, list[int]], part: slice
 ) -> None:
     """At random lines of a run, more of them in its last steps, in which answers end."""
     total = lines_of_a_run(stages, DECODE)
     luck = random.Random(5)
     ends = luck.sample(range(int(0.97 * total), total), 5)
-    for lines in (*luck.sample(range(total), 7), *ends):
+    for lines in [*luck.sample(range(total), 7), *ends][part]:
         die_and_go_on(stages, whole, lines, DECODE)
 
 
@@ -461,8 +463,9 @@ def test_a_step_that_nobody_heard_of_is_done_again_in_its_own_pages(
         go_on(stages, whole, client, previous_worker, how, is_moved=is_moved)
 
 
+@in_parts(3)
 def test_a_retirement_is_carried_out_whatever_line_it_was_at(
-    stages: Stages, whole: dict[str, list[int]]
+    stages: Stages, whole: dict[str, list[int]], part: slice
 ) -> None:
     """At every second line of more than one retirement; fewer where nobody steps down."""
     total = lines_of_a_run(stages, RETIREMENT)
@@ -470,7 +473,7 @@ def test_a_retirement_is_carried_out_whatever_line_it_was_at(
         assert total == 0
         return
     every = 2 if stages.plan.low is not None else 10
-    for lines in range(total // 2, total // 2 + 60, every):
+    for lines in range(total // 2, total // 2 + 60, every)[part]:
         die_and_go_on(stages, whole, lines, RETIREMENT)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import examples
 from triptych.core.config import AppConfig
 from triptych.core.layout import Geometry
 from triptych.core.pages import PagePlan
@@ -27,7 +28,7 @@ def plan_of(names: list[str], *, has_prefixes: bool) -> PagePlan:
 SOME = st.lists(st.sampled_from(NAMES), min_size=1, max_size=6, unique=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(names=SOME, has_prefixes=st.booleans())
 def test_a_method_has_its_own_of_the_tables_that_attention_reads(
     names: list[str], has_prefixes: bool
@@ -54,7 +55,7 @@ def test_a_method_has_its_own_of_the_tables_that_attention_reads(
     assert len(alone.sections) == len(first.sections), "a method alone has no table of others"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(names=SOME, data=st.data())
 def test_requests_of_different_methods_have_pages_of_their_own(
     names: list[str], data: st.DataObject

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from tests.effort import examples
 from tests.unit.workers.models.conftest import FAMILIES
 from triptych.core.errors import ModelError
 from triptych.workers.models.facts import describe
@@ -323,7 +324,7 @@ def test_a_sound_header_is_read(tmp_path: Path) -> None:
 
 
 @given(place=st.integers(0, 255), change=st.integers(1, 255), length=st.integers(0, len(SOUND)))
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_header_is_read_or_refused_and_nothing_else(
     place: int, change: int, length: int, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.effort import examples
 from triptych.core.messages import Sampling
 from triptych.workers.models.tokenizer import FastTokenizer, from_json, to_json
 from triptych.workers.sampling.detokenizer import IncrementalDetokenizer
@@ -92,7 +93,7 @@ def streamed(stream: IncrementalDetokenizer, tokens: list[int]) -> tuple[str, st
 
 
 @given(tokens=st.lists(st.integers(0, 270), max_size=60), skip=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_any_bytes_stream_to_what_they_decode_to(tokens: list[int], skip: bool) -> None:
     tokenizer = TOKENIZERS["byte level"]
     stream = IncrementalDetokenizer(copy_of(tokenizer), Sampling(skip_special_tokens=skip))
@@ -117,7 +118,7 @@ SPLITS = st.lists(st.booleans(), min_size=1, max_size=5)
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS, splits=SPLITS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_text_streams_to_itself(name: str, text: str, splits: list[bool]) -> None:
     tokenizer = TOKENIZERS[name]
     tokens = encode(tokenizer, text, splits)
@@ -141,7 +142,7 @@ def cut(text: str, stops: tuple[str, ...], keep: bool) -> tuple[str, str | None]
     stops=st.lists(st.text(st.sampled_from("the cat😀"), min_size=1, max_size=4), max_size=3),
     keep=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_the_answer_is_cut_at_the_stop_that_is_complete_first(
     name: str, text: str, splits: list[bool], stops: list[str], keep: bool
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.effort import examples
 from triptych.core.errors import ModelError
 from triptych.core.messages import Sampling
 from triptych.workers.sampling.sampler import Drawn, SamplerRow, sample
@@ -81,7 +82,7 @@ samplings = st.builds(
     prompt=st.lists(tokens, min_size=1, max_size=9),
     output=st.lists(tokens, max_size=6),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_every_row_of_a_batch_draws_what_the_definition_draws(
     wants: list[Sampling], seed: int, prompt: list[int], output: list[int]
 ) -> None:
@@ -96,7 +97,7 @@ def test_every_row_of_a_batch_draws_what_the_definition_draws(
 
 
 @given(want=samplings, seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_an_answer_does_not_depend_on_what_shares_the_batch(want: Sampling, seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(5, VOCAB))).float()
     others = [Sampling(temperature=t, seed=i) for i, t in enumerate((0.0, 0.7, 1.0, 3.0))]

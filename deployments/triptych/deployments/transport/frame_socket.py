@@ -48,7 +48,6 @@ class FrameListener:
 
     def __init__(self, take: Take, admit: Admit) -> None:
         self.take, self.admit = take, admit
-        self._path: Path | None = None
         self._server: asyncio.Server | None = None
         self._connections = set["_Incoming"]()
 
@@ -56,15 +55,13 @@ class FrameListener:
         """Listen; the socket file of a dead process is replaced."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _Incoming(self), str(path))
-        self._path = path
 
     def stop(self) -> None:
+        """Stop to listen. The file stays: it may be that of the next process by now."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):
             connection.close()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
 
     def opened(self, connection: "_Incoming") -> None:
         self._connections.add(connection)

@@ -75,7 +75,6 @@ async def test_frames_arrive_with_their_sender_and_refusals_come_back(tmp_path: 
         (0, "unix:/me", "s", 2),
         (5, "unix:/me", "s", 9),
     ]
-    assert not path.exists()
 
 
 async def test_a_frame_without_an_answer_is_sent_again_over_a_new_connection(
@@ -93,7 +92,7 @@ async def test_a_frame_without_an_answer_is_sent_again_over_a_new_connection(
             assert await sender.deliver(b"two", 2) == ""
         with pytest.raises(ConnectionResetError):
             await sender.deliver(b"three", 3)
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(ConnectionRefusedError):
             await sender.deliver(b"three", 3)
     assert [frame for frame, *_ in taken] == [b"one", b"two"]
 
@@ -137,4 +136,3 @@ async def test_a_channel_listens_beside_its_grpc_socket(tmp_path: Path) -> None:
     await channel.start()
     assert (await LOCAL.find(address)).frames == frame_socket(address)
     await channel.stop()
-    assert (await LOCAL.find(address)).frames is None

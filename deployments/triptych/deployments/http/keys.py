@@ -170,8 +170,7 @@ class Client:
         if not rate:
             return
         with self._change_use() as use:
-            # Within the block: replicas that count together would go back in time otherwise.
-            now = self.clock()
+            now = self.clock()  # in the block, so that replicas count in the order of time
             grown = use.allowance + (now - use.counted_s) * rate / 60 if use.counted_s else rate
             allowance = min(float(rate), grown)
             if allowance < requests:

@@ -5,13 +5,16 @@
 The workers compute nothing (``stream_worker.py``): they send words to all streams at a fixed rate.
 All else is a real server. Each row is one number of concurrent streams: CPU milliseconds per token
 by process, between the moment when all streams run and the end of a window, and the time to the
-first token and the largest gap as clients see them. The row ``0`` is an idle server.
+first token and the largest gap as clients see them. The row ``0`` is an idle server. A row with
+``clients`` has the CPU milliseconds of a request: each client sends one after the other, of 512
+prompt tokens and 64 answer tokens.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import cast
 from urllib.parse import urlsplit
 
 from server import Server, serving  # beside this file
@@ -31,10 +35,17 @@ HERE = Path(__file__).parent
 MODEL = "smollm2-135m-instruct"
 KINDS = ("Ingress", "ProxyActor", "Router", "Pool", "Worker", "ServeController", "gcs_server")
 TOGETHER = ("Ingress", "ProxyActor")
+FAKES = ("Worker", "Prefill", "Compressor", "Decode")
+"""The workers, which compute nothing here."""
 READ_BYTES = 1 << 16
 WITHIN_S = 120.0
 WARM_TOKENS = 2
 """Tokens that every stream has before the window begins."""
+
+PROMPT_TOKENS, ANSWER_TOKENS = 512, 64
+ANSWER_RATE = 10
+"""Tokens per second of a client's answer, about those of the default model with 16 clients."""
+VOCABULARY = 30_000
 
 Row = dict[str, object]
 
@@ -101,10 +112,10 @@ def window(server: Server, clients: Sequence[Client]) -> Iterator[Window]:
     found.cpu_s = usage.cpu_s_by_kind()
 
 
-def request(host: str, tokens: int, rate: int) -> bytes:
+def request(host: str, tokens: int, rate: int, prompt: object = "Once upon a time") -> bytes:
     body = {
         "model": MODEL,
-        "prompt": "Once upon a time",
+        "prompt": prompt,
         "max_tokens": tokens,
         "stream": True,
         "ignore_eos": True,
@@ -135,6 +146,49 @@ async def run(server: Server, streams: int, rate: int, window_s: float) -> Row:
             await client.ended.wait()
     whole = sum(client.is_whole and client.tokens == tokens for client in clients)
     return row_of(streams, found, clients) | {"rate": rate, "tokens_each": tokens, "whole": whole}
+
+
+async def run_requests(server: Server, clients: int, window_s: float) -> Row:
+    """Measure clients that send one request after the other."""
+    done, tasks = list[Client](), list[asyncio.Task[None]]()
+    for _ in range(clients):  # spread over the time of one answer
+        tasks.append(asyncio.create_task(_keep_asking(server.url, done)))
+        await asyncio.sleep(ANSWER_TOKENS / ANSWER_RATE / clients)
+    try:
+        begun = len(done)
+        with window(server, ()) as found:
+            await asyncio.sleep(window_s)
+        finished = done[begun:]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    count = max(1, len(finished))
+    ms = {kind: round(1e3 * cpu_s / count, 2) for kind, cpu_s in found.cpu_s.items()}
+    return {
+        "clients": clients,
+        "seconds": round(found.seconds, 3),
+        "requests": len(finished),
+        "whole": sum(one.is_whole and one.tokens == ANSWER_TOKENS for one in finished),
+        "cpu_ms_per_request": ms,
+        "together_ms_per_request": round(sum(ms.values()) - sum(ms.get(k, 0.0) for k in FAKES), 2),
+        "median_ttft_ms": round(1e3 * median(one.first_s for one in finished), 1),
+    }
+
+
+async def _keep_asking(url: str, done: list[Client]) -> None:
+    address, loop = urlsplit(url), asyncio.get_running_loop()
+    while True:
+        prompt = random.choices(range(VOCABULARY), k=PROMPT_TOKENS)
+        client = Client(request(address.netloc, ANSWER_TOKENS, ANSWER_RATE, prompt))
+        transport, _ = await loop.create_connection(
+            lambda one=client: one, address.hostname, address.port
+        )
+        try:
+            await client.ended.wait()
+        finally:
+            transport.close()
+        done.append(client)
 
 
 async def _until_all_have(clients: Sequence[Client], tokens: int) -> None:
@@ -177,13 +231,13 @@ async def measure(server: Server, asked: argparse.Namespace) -> list[Row]:
             await run(server, streams, max(1, round(asked.tokens_per_s / streams)), asked.window_s)
         )
         await asyncio.sleep(1.0)
-    return rows
+    return rows + [await run_requests(server, one, asked.window_s) for one in asked.clients]
 
 
 def serve_and_measure(asked: argparse.Namespace) -> list[Row]:
     args: dict[str, object] = {
         "model": {"name": MODEL},
-        "topology": "colocated",
+        "topology": asked.topology,
         "decode": {"max_num_seqs": 1024},
         "pool": {"kv_cache_memory_bytes": 2 << 30},
         "ingress": {"num_replicas": asked.ingresses},
@@ -198,11 +252,13 @@ def serve_and_measure(asked: argparse.Namespace) -> list[Row]:
 
 
 def shown(row: Row) -> list[object]:
-    costs = row.get("cpu_ms_per_token") or row["cores"]
+    costs = row.get("cpu_ms_per_token") or row.get("cpu_ms_per_request") or row["cores"]
     assert isinstance(costs, dict)
-    costs = {kind: costs.get(kind, 0.0) for kind in KINDS}
-    rest = [row.get(key) for key in ("together_ms_per_token", "median_ttft_ms", "largest_gap_ms")]
-    return [row["streams"], *costs.values(), *rest]
+    cpu = cast("dict[str, float]", costs)
+    together = row.get("together_ms_per_token") or row.get("together_ms_per_request")
+    name = row.get("streams", f"{row.get('clients')} clients")
+    by_kind = (cpu.get(kind, 0.0) for kind in KINDS)
+    return [name, *by_kind, together, row.get("median_ttft_ms"), row.get("largest_gap_ms")]
 
 
 def main() -> None:
@@ -211,6 +267,10 @@ def main() -> None:
     parser.add_argument("--tokens-per-s", type=float, default=1024, help="of all streams together")
     parser.add_argument("--window-s", type=float, default=15.0)
     parser.add_argument("--settle-s", type=float, default=3.0)
+    parser.add_argument("--clients", type=int, nargs="*", default=[16])
+    parser.add_argument(
+        "--topology", choices=("colocated", "disaggregated"), default="disaggregated"
+    )
     parser.add_argument("--ingresses", type=int, default=1)
     parser.add_argument("--port", type=int, default=8142)
     parser.add_argument("--json", type=Path)
@@ -218,7 +278,7 @@ def main() -> None:
     host, rows = host_info(), serve_and_measure(asked)
     if asked.json:
         write_json({"host": host, "rows": rows}, asked.json)
-    console.print("CPU ms per token; streams 0: cores of an idle server")
+    console.print("CPU ms per token, of clients per request; streams 0: cores of an idle server")
     columns = ("streams", *KINDS, "together", "TTFT ms", "largest gap ms")
     console.print(make_table(columns, [shown(row) for row in rows]))
 

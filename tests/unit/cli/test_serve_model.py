@@ -41,7 +41,7 @@ def test_the_options_that_users_of_vllm_give(run: Run, served: dict[str, Any]) -
         *("--served-model-name", "qwen", "--served-model-name", "gpt-4"),
         *("--dtype", "float32", "--kv-cache-memory-bytes", "2GiB", "--no-enable-prefix-caching"),
         *("--generation-config", "none", "--set", "topology=colocated"),
-        *("--set", "decode.actor.num_cpus=2"),
+        *("--ingresses", "2", "--set", "decode.actor.num_cpus=2"),
     )
     assert (code, err) == (0, "")
     config: AppConfig = served["config"]
@@ -51,6 +51,7 @@ def test_the_options_that_users_of_vllm_give(run: Run, served: dict[str, Any]) -
     assert (config.model.max_model_len, config.model.dtype) == (8192, "float32")
     assert config.model.generation_config == "none"
     assert config.decode.max_num_seqs == 7
+    assert config.ingress.num_replicas == 2
     assert config.decode.actor.num_cpus == 2
     assert config.pool.kv_cache_memory_bytes == 2 << 30
     assert config.pool.prefix_bytes == 0

@@ -53,6 +53,9 @@ MaxModelLen = Annotated[
 MaxNumSeqs = Annotated[
     int | None, typer.Option(min=1, help="Maximum requests in a batch of a decode worker.")
 ]
+Ingresses = Annotated[
+    int | None, typer.Option(min=1, help="Ingress replicas behind the one port; 1 if not given.")
+]
 ServedName = Annotated[
     list[str] | None,
     typer.Option(help="Name of the model in the API; repeat the option for several names."),
@@ -107,6 +110,7 @@ def serve(
     port: Port = None,
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
+    ingresses: Ingresses = None,
     served_model_name: ServedName = None,
     api_key: ApiKey = None,
     dtype: DType = None,
@@ -124,6 +128,7 @@ def serve(
         port=port,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        ingresses=ingresses,
         served_model_name=tuple(served_model_name or ()),
         api_key=tuple(api_key or ()),
         dtype=dtype,

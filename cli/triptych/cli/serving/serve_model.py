@@ -23,6 +23,7 @@ class ModelOptions:
     port: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
+    ingresses: int | None = None
     served_model_name: Sequence[str] = ()
     api_key: Sequence[str] = ()
     dtype: str | None = None
@@ -77,6 +78,7 @@ def _args(model: str | None, options: ModelOptions, keys: Path) -> dict[str, Any
         "model.generation_config": options.generation_config,
         "model.chat_template": options.chat_template and str(options.chat_template.absolute()),
         "decode.max_num_seqs": options.max_num_seqs,
+        "ingress.num_replicas": options.ingresses,
         "pool.kv_cache_memory_bytes": options.kv_cache_memory_bytes or "auto",
         "pool.enable_prefix_caching": options.enable_prefix_caching,
         "ingress.api_keys": str(keys) if options.api_key else None,

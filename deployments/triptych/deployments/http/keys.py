@@ -17,10 +17,10 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import yaml
 
@@ -92,9 +92,39 @@ class Key:
             )
 
 
+@dataclass(slots=True)
+class Use:
+    """What a key uses at present."""
+
+    running: int = 0
+    """Requests that run."""
+    allowance: float = 0.0
+    """Requests that the rate limit allowed at ``counted_s``."""
+    counted_s: float = 0.0
+    """When a request was last counted; 0: never."""
+
+
+class UsageTable(Protocol):
+    """The use of each key."""
+
+    def change(self, sha256: str) -> AbstractContextManager[Use]:
+        """The present use of a key. Changes of the block count, unless it raises."""
+        ...
+
+
+class OwnUsage:
+    """The use of each key at this replica alone."""
+
+    def __init__(self) -> None:
+        self._uses = dict[str, Use]()
+
+    def change(self, sha256: str) -> AbstractContextManager[Use]:
+        return nullcontext(self._uses.setdefault(sha256, Use()))
+
+
 @dataclass(eq=False)
 class Client:
-    """The client of one key, and its current use. Each ingress replica counts on its own."""
+    """The client of one key."""
 
     tenant: str
     """Digest of the tenant that fair queueing and quotas count for; empty: the only one."""
@@ -104,9 +134,7 @@ class Client:
     refused: Callable[[], None] | None = None
     """Called for each request that exceeds a limit of the key."""
     clock: Callable[[], float] = time.monotonic
-    running: int = 0
-    _allowance: float = 0.0
-    _counted_s: float = 0.0
+    usage: UsageTable = field(default_factory=OwnUsage)
 
     @property
     def weight(self) -> float:
@@ -138,16 +166,17 @@ class Client:
 
         Raises: TooManyRequests, with the time until they are allowed
         """
-        now = self.clock()
         rate = self.key.requests_per_minute if self.key else 0
         if not rate:
             return
-        grown = self._allowance + (now - self._counted_s) * rate / 60 if self._counted_s else rate
-        self._allowance, self._counted_s = min(float(rate), grown), now
-        if self._allowance < requests:
-            pause_s = (requests - self._allowance) * 60 / rate
-            raise self._too_many(f"{rate} requests a minute", pause_s)
-        self._allowance -= requests
+        with self._change_use() as use:
+            now = self.clock()  # in the block, so that replicas count in the order of time
+            grown = use.allowance + (now - use.counted_s) * rate / 60 if use.counted_s else rate
+            allowance = min(float(rate), grown)
+            if allowance < requests:
+                pause_s = (requests - allowance) * 60 / rate
+                raise self._too_many(f"{rate} requests a minute", pause_s)
+            use.allowance, use.counted_s = allowance - requests, now
 
     async def run(
         self, items: AsyncGenerator[T, None], choices: int = 1
@@ -160,15 +189,33 @@ class Client:
         """
         async with aclosing(items):
             limit = self._check_size(choices)
-            if limit and self.running + choices > limit:
-                raise self._too_many(f"{limit} requests at a time", RETRY_AFTER_S)
-            self.count(choices - 1)
-            self.running += choices
+            if limit:
+                self._start(choices, limit)
+            else:
+                self.count(choices - 1)
             try:
                 async for item in items:
                     yield item
             finally:
-                self.running -= choices
+                if limit:
+                    with self._change_use() as use:
+                        use.running -= choices
+
+    def _start(self, choices: int, limit: int) -> None:
+        """Raises: TooManyRequests"""
+        with self._change_use() as use:
+            if use.running + choices > limit:
+                raise self._too_many(f"{limit} requests at a time", RETRY_AFTER_S)
+            use.running += choices
+        try:
+            self.count(choices - 1)
+        except TooManyRequests:
+            with self._change_use() as use:
+                use.running -= choices
+            raise
+
+    def _change_use(self) -> AbstractContextManager[Use]:
+        return self.usage.change(self.key.sha256 if self.key else "")
 
     def _check_size(self, choices: int) -> int:
         """The limit of concurrent requests; 0: none."""
@@ -206,6 +253,7 @@ class KeyRing:
     clock: Callable[[], float] = time.monotonic
     refused: Callable[[], None] | None = None
     """Called for each request that exceeds a limit of its key."""
+    usage: UsageTable = field(default_factory=OwnUsage)
     _clients: dict[str, Client] = field(default_factory=dict[str, Client])
     _stamp: tuple[int, int, int] = (0, 0, 0)
     _looked_s: float = 0.0
@@ -268,7 +316,7 @@ class KeyRing:
         for digest, key in keys.items():
             tenant = _digest(f"name {key.name}")
             client = previous.get(digest) or Client(
-                tenant, tenant, refused=self.refused, clock=self.clock
+                tenant, tenant, refused=self.refused, clock=self.clock, usage=self.usage
             )
             client.tenant, client.salt, client.key = tenant, tenant, key
             self._clients[digest] = client

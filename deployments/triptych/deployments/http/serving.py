@@ -11,7 +11,7 @@ from triptych.core.errors import Overloaded, TriptychError
 from triptych.core.messages import Tokens
 from triptych.core.plugin_overrides import OverridablePlugin
 from triptych.deployments.http.interfaces import Engine, Health, ModelCard
-from triptych.deployments.http.keys import Client, KeyRing
+from triptych.deployments.http.keys import Client, KeyRing, OwnUsage, UsageTable
 from triptych.deployments.http.metrics import IngressMetrics
 from triptych.deployments.http.openai.body_limits import (
     check_counts,
@@ -62,7 +62,9 @@ class OpenAIServing:
         config: IngressConfig,
         metrics: IngressMetrics | None = None,
         probe_age_s: float = PROBE_AGE_S,
+        usage: UsageTable | None = None,
     ) -> None:
+        """``usage``: where the use of keys is counted; default: here."""
         self.engine = engine
         self.model = model
         self.config = config
@@ -74,7 +76,7 @@ class OpenAIServing:
         self.probe_age_s = probe_age_s
         self._health = Snapshot(self._probe, probe_age_s)
         path = Path(config.api_keys) if config.api_keys else None
-        self.keys = KeyRing(path, refused=self.metrics.refuse)
+        self.keys = KeyRing(path, refused=self.metrics.refuse, usage=usage or OwnUsage())
 
     async def chat(
         self, given: Mapping[str, object], client: Client, traceparent: str = ""

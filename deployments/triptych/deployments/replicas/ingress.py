@@ -19,6 +19,7 @@ from triptych.deployments.replicas.memory_tuning import tune_memory
 from triptych.deployments.replicas.received_bodies import free_received_bodies
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
+from triptych.deployments.replicas.shared_usage import SharedUsage
 from triptych.deployments.transport.event_relay import EventRelay
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.workers.models.store.generation_config import read_sampling_defaults
@@ -78,6 +79,7 @@ class IngressReplica:
             ),
             config=self._plan.config.ingress,
             metrics=IngressMetrics(tuple(self._plan.pages.by_method), _cache_blocks(self._plan)),
+            usage=self._shared_usage(),
         )
         self._rpc = GrpcServer(self._serving)
         self._relay = EventRelay(self._node.run_dir.path / f"{new_name('events')}.sock")
@@ -88,6 +90,11 @@ class IngressReplica:
         free_received_bodies()
         warm_up = self._serving.request_builder.warm_up
         self._warming = asyncio.create_task(asyncio.to_thread(warm_up))
+
+    def _shared_usage(self) -> SharedUsage | None:
+        """Where several replicas count the use of keys together; None if there is one."""
+        is_alone = self._plan.config.ingress.num_replicas == 1
+        return None if is_alone else SharedUsage(self._node.run_dir.path / "keys")
 
     async def __del__(self) -> None:
         """Serve has waited for HTTP requests; gRPC requests do not pass through it."""

@@ -127,7 +127,7 @@ class WorkerReplica:
         self._link.start()
         self._reporting = asyncio.create_task(self._keep_reporting())
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raise, so that Serve replaces this replica, if it can do no more work."""
         if self._pool.is_lost:  # the loop may have ended because of it
             lost_s = time.monotonic() - self._lost_since if self._lost_since else 0.0

@@ -20,6 +20,7 @@ import grpc.aio
 
 from triptych.core.errors import MessageError
 from triptych.core.messages import message, pack, unpack
+from triptych.deployments.transport.frame_socket import frame_socket
 from triptych.kvpool import Access, PoolAddress, bracketed
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
@@ -38,6 +39,8 @@ class Route:
     """Credentials to present there."""
     is_remote: bool = False
     """Whether it is on another node."""
+    frames: Path | None = None
+    """Its socket for frames; None if it has none, or is on another node."""
 
 
 class Routes(Protocol):
@@ -50,6 +53,10 @@ class Routes(Protocol):
 
     async def open(self, address: str, server: grpc.aio.Server) -> None:
         """Make the server of a channel listen at its address."""
+        ...
+
+    def frame_socket(self, address: str) -> Path:
+        """Where a channel of this node listens for frames, beside its gRPC server."""
         ...
 
     async def find(self, address: str) -> Route:
@@ -73,8 +80,11 @@ class LocalRoutes:
         _prepare_socket(address)
         server.add_insecure_port(address)
 
+    def frame_socket(self, address: str) -> Path:
+        return frame_socket(address)
+
     async def find(self, address: str) -> Route:
-        return Route(address)
+        return Route(address, frames=_existing(frame_socket(address)))
 
     async def close(self, address: str) -> None:
         pass
@@ -142,13 +152,16 @@ class Network:
         endpoint = Endpoint(node=self.node, host=self.host, port=port)
         await asyncio.to_thread(self._announce, f"mailbox/{address}", endpoint)
 
+    def frame_socket(self, address: str) -> Path:
+        return frame_socket(self._unix(address))
+
     async def find(self, address: str) -> Route:
         unix = self._unix(address)
         endpoint = await asyncio.to_thread(self._endpoint, f"mailbox/{address}")
         if endpoint is None:
             raise LookupError(f"the directory has no endpoint of {address!r}")
         if endpoint.node == self.node:
-            return Route(unix, self.access)
+            return Route(unix, self.access, frames=_existing(frame_socket(unix)))
         return Route(f"{bracketed(endpoint.host)}:{endpoint.port}", self.access, is_remote=True)
 
     async def close(self, address: str) -> None:
@@ -223,6 +236,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(refuse)
         return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def _existing(path: Path) -> Path | None:
+    """None if a process of an older release is there, or none at all."""
+    return path if path.exists() else None
 
 
 def _prepare_socket(address: str) -> None:

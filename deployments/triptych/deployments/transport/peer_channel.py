@@ -1,11 +1,12 @@
 # grpcio has no type hints; nothing untyped leaves this module.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Messages between the processes of one application: msgpack frames over gRPC, no pickle.
+"""Messages between the processes of one application: msgpack frames, no pickle.
 
 Every process has one channel. Messages to a peer are queued in its outbox, and all that are queued
-are sent in one frame, in order: the tokens of a whole decode step are one frame. A watched peer is
-lost when its connection breaks, which is noticed long before a health check would fail.
+are sent in one frame, in order: the tokens of a whole decode step are one frame. Frames go over a
+socket (``frame_socket``) to peers of the same node, and over gRPC to others. A watched peer is lost
+when its gRPC connection breaks, which is noticed long before a health check would fail.
 
 Each message is delivered once and in order, or the peer is reported as lost: a frame has a number,
 is sent again until it is acknowledged, and the receiver ignores a frame that it already has. So a
@@ -28,7 +29,12 @@ import grpc.aio
 from triptych.core.errors import MessageError, RequestTooLarge, TriptychError
 from triptych.core.messages import MAX_FRAME_BYTES, Message, pack, unpack
 from triptych.deployments.transport.addressing import LOCAL, Route, Routes, TokenInterceptor
-from triptych.kvpool.rpc.auth import failure
+from triptych.deployments.transport.frame_socket import (
+    FrameListener,
+    FrameSender,
+    OutOfOrder,
+)
+from triptych.kvpool.rpc.auth import Metadata, failure
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +78,10 @@ Lost = Callable[[str], None]
 Undeliverable = Callable[[Message, TriptychError], None]
 """Called in the event loop with a message that a peer cannot take: ``RequestTooLarge``, or
 ``MessageError`` if the peer refused it. All others are delivered."""
-Deliver = Callable[..., Awaitable[bytes]]
+Call = Callable[..., Awaitable[bytes]]
+Deliver = Callable[[bytes, int, float], Awaitable[str]]
+"""Sends the frame of a number until it is acknowledged; returns why the peer refused it, or "". The
+last argument: how long to try while there is no connection, s. Raises: PeerLost."""
 
 
 class PeerLost(Exception):
@@ -143,17 +152,20 @@ class PeerChannel:
         interceptors = [TokenInterceptor(routes.access, self._refuse)] if routes.access else []
         self._server = grpc.aio.server(options=OPTIONS, interceptors=interceptors)
         self._server.add_generic_rpc_handlers((self._handlers(),))
+        self._listener = FrameListener(self._take, self._admit)
         self._open = asyncio.Event()
 
     async def start(self) -> None:
         """Start to listen; a socket file that a dead process left is replaced."""
         await self._routes.open(self.address, self._server)
+        await self._listener.start(self._routes.frame_socket(self.address))
         await self._server.start()
 
     async def stop(self) -> None:
         self._open.set()
         for address in list(self._peers):
             await self._drop(address)
+        self._listener.stop()
         await self._server.stop(grace=0.2)
         await self._routes.close(self.address)
 
@@ -186,23 +198,42 @@ class PeerChannel:
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
+    def _admit(self, shown: Metadata) -> str:
+        """Why a sender on this node is not listened to; "" if it is."""
+        access = self._routes.access
+        reason = access.refusal(shown) if access else ""
+        if reason:
+            self._refuse(reason)
+        return reason
+
     async def _on_deliver(
         self, frame: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> bytes:
         told = {key: str(value) for key, value in context.invocation_metadata() or ()}
-        sender, session = told.get(SENDER, ""), told.get(SESSION, "")[:64]
         number = int(told[NUMBER][:20]) if told.get(NUMBER, "").isdecimal() else 1
+        try:
+            refusal = self._take(frame, told.get(SENDER, ""), told.get(SESSION, "")[:64], number)
+        except OutOfOrder as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        if refusal:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, refusal)
+        return b""
+
+    def _take(self, frame: bytes, sender: str, session: str, number: int) -> str:
+        """Take a frame; returns why it is refused, or "".
+
+        Raises: OutOfOrder if frames before it are missing
+        """
         last = self._received.get(session, 0) if session else number - 1
         if number <= last:
-            return b""  # it was sent again because the acknowledgement was lost
+            return ""  # it was sent again because the acknowledgement was lost
         if number > last + 1:
-            detail = f"frame {number} of a session of which this process has {last}"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail)
+            raise OutOfOrder(f"frame {number} of a session of which this process has {last}")
         try:
             messages = unpack(frame)
         except MessageError as error:
             self._refuse(f"a frame from {sender:.80}: {error}")
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:200])
+            return str(error)[:200]
         if session:
             self._received[session] = number
             self._received.move_to_end(session)
@@ -212,7 +243,7 @@ class PeerChannel:
             self._receive(messages, sender)
         except Exception:  # the frame has arrived: to send it again would repeat the fault
             logger.exception("%s: a frame from %s caused an error", self.address, sender)
-        return b""
+        return ""
 
     async def _on_watch(
         self, _: bytes, context: grpc.aio.ServicerContext[bytes, bytes]
@@ -242,7 +273,16 @@ class PeerChannel:
         """Deliver what is in the outbox, until the peer is lost."""
         try:
             channel, route = await asyncio.shield(peer.connecting)
-            await self._deliver_all(address, peer, channel.unary_unary(DELIVER), route)
+            shown = route.access.metadata if route.access else ()
+            if route.frames is None:
+                own = ((SENDER, self.address), (SESSION, peer.session), *shown)
+                delivery = GrpcDelivery(address, channel.unary_unary(DELIVER), own)
+                await self._deliver_all(address, peer, delivery.deliver)
+            else:
+                sender = FrameSender(route.frames, self.address, peer.session, shown)
+                with contextlib.closing(sender):
+                    delivery = SocketDelivery(address, sender)
+                    await self._deliver_all(address, peer, delivery.deliver)
         except (LookupError, MessageError) as error:
             logger.info("cannot resolve %s: %s", address, error)
         except PeerLost as error:
@@ -251,8 +291,7 @@ class PeerChannel:
             logger.exception("%s: sending ended by an error", address)
         self._report_lost(address, peer)
 
-    async def _deliver_all(self, address: str, peer: Peer, deliver: Deliver, route: Route) -> None:
-        shown = route.access.metadata if route.access else ()
+    async def _deliver_all(self, address: str, peer: Peer, deliver: Deliver) -> None:
         number = 1
         while True:
             batch = await peer.outbox.take()
@@ -264,9 +303,8 @@ class PeerChannel:
             if len(frame) > MAX_FRAME_BYTES:
                 self._drop_message(address, batch[0], _too_large(len(frame)))
                 continue
-            metadata = ((SENDER, self.address), (SESSION, peer.session), (NUMBER, str(number)))
             connect_s = CONNECT_S if number == 1 else GIVE_UP_S
-            refusal = await _deliver(address, deliver, frame, (*metadata, *shown), connect_s)
+            refusal = await deliver(frame, number, connect_s)
             if not refusal:
                 number += 1
             elif len(batch) > 1:  # one of them is refused, and the others are not
@@ -318,34 +356,62 @@ def _too_large(nbytes: int) -> RequestTooLarge:
     )
 
 
-async def _deliver(
-    address: str,
-    deliver: Deliver,
-    frame: bytes,
-    metadata: tuple[tuple[str, str | bytes], ...],
-    connect_s: float,
-) -> str:
-    """Send a frame until it is acknowledged; returns why the peer refused it, or "".
+@dataclass(frozen=True, slots=True)
+class GrpcDelivery:
+    """Delivers the frames of a session by gRPC calls."""
 
-    ``connect_s``: how long to try while there is no connection.
+    address: str
+    call: Call
+    metadata: Metadata
 
-    Raises: PeerLost
-    """
-    began, delay_s = time.monotonic(), RETRY_S
-    while True:
-        try:
-            await deliver(frame, timeout=DELIVER_TIMEOUT_S, metadata=metadata, wait_for_ready=False)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                return error.details() or "no reason"
-            is_connected = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            until = began + (GIVE_UP_S if is_connected else connect_s)
-            if not _may_be_there(error) or time.monotonic() > until:
-                raise PeerLost(failure(address, error.code(), error.details())) from error
-        else:
-            return ""
-        await asyncio.sleep(delay_s)
-        delay_s = min(MAX_RETRY_S, 2 * delay_s)
+    async def deliver(self, frame: bytes, number: int, connect_s: float) -> str:
+        """Raises: PeerLost"""
+        began, delay_s = time.monotonic(), RETRY_S
+        metadata = (*self.metadata, (NUMBER, str(number)))
+        while True:
+            try:
+                await self.call(
+                    frame, timeout=DELIVER_TIMEOUT_S, metadata=metadata, wait_for_ready=False
+                )
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    return error.details() or "no reason"
+                is_connected = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                until = began + (GIVE_UP_S if is_connected else connect_s)
+                if not _may_be_there(error) or time.monotonic() > until:
+                    told = failure(self.address, error.code(), error.details())
+                    raise PeerLost(told) from error
+            else:
+                return ""
+            await asyncio.sleep(delay_s)
+            delay_s = min(MAX_RETRY_S, 2 * delay_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SocketDelivery:
+    """Delivers the frames of a session over a socket of this node."""
+
+    address: str
+    sender: FrameSender
+
+    async def deliver(self, frame: bytes, number: int, connect_s: float) -> str:
+        """Raises: PeerLost"""
+        began, delay_s = time.monotonic(), RETRY_S
+        while True:
+            try:
+                async with asyncio.timeout(GIVE_UP_S):
+                    return await self.sender.deliver(frame, number)
+            except (FileNotFoundError, ConnectionRefusedError) as error:  # the process has exited
+                raise PeerLost(f"{self.address} is gone: {error}") from error
+            except TimeoutError as error:
+                raise PeerLost(f"{self.address} took nothing for {GIVE_UP_S:.0f} s") from error
+            except OutOfOrder as error:
+                raise PeerLost(f"{self.address} does not answer: {error}") from error
+            except OSError as error:
+                if time.monotonic() > began + connect_s:
+                    raise PeerLost(f"{self.address} does not answer: {error}") from error
+            await asyncio.sleep(delay_s)
+            delay_s = min(MAX_RETRY_S, 2 * delay_s)
 
 
 def _may_be_there(error: grpc.aio.AioRpcError) -> bool:

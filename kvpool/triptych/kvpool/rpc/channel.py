@@ -1,4 +1,7 @@
-"""Frames over gRPC: bytes in, bytes out, over a unix socket on a node, over TCP between nodes."""
+"""Frames: bytes in, bytes out, over a Unix socket on a node, over gRPC between nodes.
+
+On a node there is a gRPC port, too: for health probes, and for clients that wait for the server.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
@@ -14,6 +17,7 @@ import grpc
 
 from triptych.core.errors import MessageError, PoolError, PoolUnavailable
 from triptych.kvpool.rpc.auth import Access, failure
+from triptych.kvpool.rpc.local_frames import Answer, CallChannel, CallServer, call_socket
 
 MAX_FRAME_BYTES = 16 << 20
 
@@ -42,7 +46,6 @@ _FAR_RECONNECT_MS = 1_000
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[bytes, bytes]
-Answer = Callable[[bytes], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,9 @@ class FrameServer:
                 port = self._server.add_insecure_port(address)
             else:
                 port = self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
+            path = call_socket(address)
+            self._calls = CallServer(answer, path, MAX_FRAME_BYTES) if path else None
+        except (RuntimeError, OSError) as error:
             raise PoolError(f"the pool cannot listen on {address}: {error}") from error
         host, _, asked = address.rpartition(":")
         self.address = f"{host}:{port}" if asked == "0" else address
@@ -86,6 +91,8 @@ class FrameServer:
 
     def stop(self) -> None:
         """Refuse new frames, finish those that are being answered."""
+        if self._calls:
+            self._calls.stop()
         self._server.stop(grace=0.5).wait()
 
 
@@ -154,6 +161,9 @@ class FrameChannel:
             self._channel = grpc.secure_channel(address, credentials, options=options)
         self._metadata = access.metadata if access else None
         self._call = self._channel.unary_unary(CALL)
+        path = None if access else call_socket(address)
+        name = f"the pool at {address}"
+        self._local = CallChannel(path, name, MAX_FRAME_BYTES) if path else None
 
     def ask(self, frame: bytes, timeout_s: float, *, wait: bool = False) -> bytes:
         """Send one frame and return the answer; ``wait`` for a server that is still starting.
@@ -164,7 +174,10 @@ class FrameChannel:
         """
         if len(frame) > MAX_FRAME_BYTES:
             raise MessageError(f"frame of {len(frame)} bytes: the limit is {MAX_FRAME_BYTES}")
-        with self._translated():
+        answer = self._local.ask(frame, timeout_s) if self._local else None
+        if answer is not None:
+            return answer
+        with self._translated():  # on a node: it is not there yet, or has gone
             metadata = self._metadata
             return cast(
                 "bytes",
@@ -172,6 +185,8 @@ class FrameChannel:
             )
 
     def close(self) -> None:
+        if self._local:
+            self._local.close()
         self._channel.close()
 
     @contextmanager

@@ -121,7 +121,8 @@ async def test_each_choice_counts_as_a_request_at_a_time(tmp_path: Path) -> None
     third = await start(ada, 3)
     for running in (second, third):
         await running.aclose()
-    assert ada.running == 0
+    with ada.usage.change(digest("ada-key")) as use:
+        assert use.running == 0
 
 
 async def test_each_choice_counts_as_a_request_a_minute(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from triptych.evals.codecs.layer_predictors import LayerPredictors, fit_predictors
 from triptych.evals.codecs.pair_bits import bits_by_energy, mixed_bits, normed_codes, pair_energy
 from triptych.evals.codecs.polar_keys import encode_polar
+from triptych.evals.codecs.unbiased_values import encode_unbiased
 from triptych.evals.data.texts import Document, documents
 from triptych.evals.data.vocabulary import Vocabulary
 from triptych.evals.methods.masked_attention import by_kv_head
@@ -47,8 +48,8 @@ Codec = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Recorded(Moments):
     """Causal attention that keeps queries, keys and values, [KH, n, d] by layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tokens: int) -> None:
+        super().__init__([tokens])
         self.parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
 
     def __call__(
@@ -70,7 +71,7 @@ class Recorded(Moments):
 
 def record(loaded: LoadedModel, tokens: tuple[int, ...], wanted: int) -> tuple[Tensor, ...]:
     """Queries, keys and values [L, KH, n, d], and logits from token ``wanted`` on."""
-    found, places = Recorded(), torch.arange(len(tokens))
+    found, places = Recorded(len(tokens)), torch.arange(len(tokens))
     logits = loaded.network(torch.tensor(tokens), places, found, places[wanted:])
     return (*(torch.stack(part) for part in found.parts), logits)
 
@@ -80,6 +81,13 @@ def rounded(vectors: Tensor, bits: int, limited: int = 0) -> Tensor:
     turn = hadamard(vectors.shape[-1])
     flat = (vectors @ turn).flatten(0, -2)
     return decode(encode(limit(flat, limited), bits, 1)).view_as(vectors) @ turn
+
+
+def unbiased(values: Tensor) -> Tensor:
+    """Two-bit codes of the inner part of a range, in Hadamard's coordinates."""
+    turn = hadamard(values.shape[-1])
+    flat = (values @ turn).flatten(0, -2)
+    return decode(encode_unbiased(flat, 2)).view_as(values) @ turn
 
 
 def by_head(vectors: Tensor, trip: Callable[[int, int, Tensor], Tensor]) -> Tensor:
@@ -112,6 +120,10 @@ def codecs(queries: Tensor, keys: Tensor, values: Tensor, frame: RopeFrame) -> d
             found[f"range {name}, limited"] = lambda k, v, b=bits, n=KEY_LIMITED * low: (
                 rounded(k - mean, b, n) + mean,
                 rounded(v, 2, VALUE_LIMITED),
+            )
+            found[f"range {name}, unbiased values"] = lambda k, v, b=bits: (
+                rounded(k - mean, b) + mean,
+                unbiased(v),
             )
             found[f"oscar {name}"] = lambda k, v, b=bits, n=KEY_LIMITED * low: (
                 in_axes(k - mean, of_keys, b, n) + mean,

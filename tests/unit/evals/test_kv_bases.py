@@ -27,12 +27,18 @@ def test_axes_begin_with_the_one_of_the_largest_moment() -> None:
 
 
 def test_queries_of_a_group_count_together_and_texts_add_up() -> None:
-    query, key = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
-    moments = Moments()
-    for _ in range(2):
-        moments(0, query, key, key, LayerTraits(scale=1.0))
+    query, key, value = torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
+    moments, layers = Moments([5, 7]), list[int]()
+    together = moments(0, query, key, value, LayerTraits(scale=1.0))
     group = query[:, 2:].reshape(-1, 8).double()
-    assert torch.allclose(moments.total[0, 1], 2 * group.mT @ group)
+    assert torch.allclose(moments.of_queries[0, 1], group.mT @ group)
+    weights = energy(key[:, 1], moments.of_queries[0, 1])
+    assert torch.allclose(moments.of_values[0, 1], second_moment(value[:, 1], weights))
+    for text in (slice(0, 5), slice(5, 12)):
+        alone = Moments([text.stop - text.start], lambda: layers.append(0))
+        got = alone(0, query[text], key[text], value[text], LayerTraits(scale=1.0))
+        assert torch.allclose(got, together[text], atol=1e-6)
+    assert layers == [0, 0]
 
 
 def test_bases_of_a_model_are_orthogonal(tiny_model: Path) -> None:

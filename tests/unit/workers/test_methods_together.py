@@ -10,6 +10,7 @@ import pytest
 
 from tests.learned import networks_beside
 from tests.tiny import DIFFKV
+from tests.unit.conformance.rows import profile_beside
 from tests.unit.workers.test_local_server import greedy, prompt
 from triptych.core.config import AppConfig
 from triptych.core.messages import Request
@@ -82,6 +83,11 @@ CODECS = (
     *("snapkv", "adakv"),
 )
 """Beside the default: seven methods with a rotation, as it has one."""
+OF_PROFILES = (
+    *("h2o:generate", "compresskv", "tangram", "cake"),
+    *("leankv", "uniform:k2v2", "uniform:fp16"),
+)
+"""Beside the default: rules that drop tokens, of which some need a profile, and other methods."""
 UNROTATED = ("kivi", "kivi:2", "uniform:k8v4", "uniform:fp16", "fp8")
 """Methods without a rotation."""
 
@@ -89,14 +95,27 @@ UNROTATED = ("kivi", "kivi:2", "uniform:k8v4", "uniform:fp16", "fp8")
 @pytest.mark.conformance
 @pytest.mark.parametrize(
     ("default", "others", "rotation"),
-    [("diffkv", CODECS, "auto"), ("kivi", UNROTATED[1:], "none")],
-    ids=["rotated", "unrotated"],
+    [
+        ("diffkv", CODECS, "auto"),
+        ("diffkv", OF_PROFILES, "auto"),
+        ("oscar", ("uniform:fp16",), "auto"),
+        ("kivi", UNROTATED[1:], "none"),
+    ],
+    ids=["rotated", "profiles", "bases", "unrotated"],
 )
-def test_sixteen_requests_of_the_codecs_answer_as_each_does_alone(
+def test_sixteen_requests_of_many_methods_answer_as_each_does_alone(
     tiny_model: Path, default: str, others: tuple[str, ...], rotation: str
 ) -> None:
-    """Prompts and answers are long enough that pages are encoded whole while answers grow."""
-    compressor = {**DIFFKV, "policy": default, "methods": others, "kv_rotation": rotation}
+    """Prompts and answers are long enough that pages are encoded whole, and that tokens are
+    dropped, while answers grow. ``oscar`` has coordinates of its own, which 16 bits take on."""
+    compressor = {
+        **DIFFKV,
+        "policy": default,
+        "methods": others,
+        "kv_rotation": rotation,
+        "keep_share": 0.5,
+        "profile": profile_beside(tiny_model),
+    }
     every = ("", *others)
     with served(config(compressor=compressor), tiny_model) as server:
         asked = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from triptych.cli.list_options import integers, names, numbers, numbers_or_zero
-from triptych.cli.output import console, make_table, notes, write_json
+from triptych.cli.output import console, make_table, notes, progress_bars, write_json
 from triptych.cli.quality.studies import run_with_progress
 from triptych.core.config import AppConfig, CompressorConfig, ModelConfig
 from triptych.core.errors import ConfigError
@@ -15,7 +15,7 @@ from triptych.loadgen.report.host import host_info
 
 if TYPE_CHECKING:
     from triptych.core.profile import Profile
-    from triptych.evals.studies.calibration import CalibrationResult
+    from triptych.evals.studies.calibration import Calibration, CalibrationResult
 
 COLUMNS = {
     "context": "context",
@@ -99,7 +99,6 @@ def calibrate(
         Calibration,
         Target,
         calibrate,
-        with_bases,
         with_other_methods,
     )
     from triptych.evals.studies.pareto import with_pareto
@@ -112,7 +111,6 @@ def calibrate(
         alphas=tuple(numbers(alphas)),
         low_alphas=tuple(numbers_or_zero(low_alphas)),
         scales=scales,
-        bases=bases,
         windows=tuple(integers(windows)),
         contexts=tuple(integers(contexts)),
         documents=documents,
@@ -121,16 +119,19 @@ def calibrate(
         learned=tuple(names(learned)),
     )
     output.parent.mkdir(parents=True, exist_ok=True)
+
+    def extend(made: "Profile") -> "Profile":
+        return _with_bases(made, plan) if bases else made
+
     if profile:
-        known = _known(model, profile)
-        known = with_bases(known, plan) if bases else known
-        extended = with_other_methods(known, plan, run_with_progress)
+        extended = extend(_known(model, profile))
+        extended = with_other_methods(extended, plan, run_with_progress)
         extended = with_pareto(extended, plan) if pareto else extended
         extended.write(output)
         _show_profile(extended)
         notes.print(f"wrote {output}", markup=False, soft_wrap=True)
         return
-    found = calibrate(plan, run_with_progress)
+    found = calibrate(plan, run_with_progress, extend)
     found = replace(found, profile=with_pareto(found.profile, plan)) if pareto else found
     found.profile.write(output)
     if json_file:
@@ -141,6 +142,16 @@ def calibrate(
         write_json(parts, json_file)
     _show(found)
     notes.print(f"wrote {output}", markup=False, soft_wrap=True)
+
+
+def _with_bases(made: "Profile", plan: "Calibration") -> "Profile":
+    """The profile with bases of keys and values, with a progress bar of layers."""
+    from triptych.evals.studies.calibration import with_bases
+
+    bars = progress_bars(24)
+    with bars:
+        bar = bars.add_task("bases", total=made.geometry.layers)
+        return with_bases(made, plan, lambda: bars.advance(bar))
 
 
 def _show(found: "CalibrationResult") -> None:

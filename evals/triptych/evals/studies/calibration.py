@@ -78,8 +78,6 @@ class Calibration:
     """Candidates for ``alpha_low``, up to ``alpha_high``; above 0 tokens are dropped."""
     scales: Unit | Literal["none"] = "none"
     """What gets thresholds of its own."""
-    bases: bool = False
-    """Whether bases of keys and values are fitted."""
     windows: tuple[int, ...] = (16, 32)
     contexts: tuple[int, ...] = (1024,)
     documents: int = 6
@@ -122,14 +120,16 @@ class CalibrationResult:
     the profile has them if it meets the target with fewer bytes."""
 
 
-def calibrate(plan: Calibration, run: RunStudy) -> CalibrationResult:
+def calibrate(
+    plan: Calibration, run: RunStudy, extend: Callable[[Profile], Profile] = lambda made: made
+) -> CalibrationResult:
     """Measure mean keys, then the candidates, and choose.
+
+    ``extend``: adds to a profile what candidates need besides mean keys.
 
     Raises: ModelError if no candidate meets the target; ConfigError for a wrong setting
     """
-    uncalibrated = profile_with_mean_keys(plan)
-    if plan.bases:
-        uncalibrated = with_bases(uncalibrated, plan)
+    uncalibrated = extend(profile_with_mean_keys(plan))
     results = _measured(uncalibrated, tuple(plan.candidates), plan, run)
     overall = [row for row in results.rows if row.context == results.rows[-1].context]
     chosen = choose([row for row in overall if row.method in plan.candidates], plan.target)
@@ -219,13 +219,15 @@ def choose(rows: Sequence[Row], target: Target) -> Row:
     )
 
 
-def with_bases(profile: Profile, plan: Calibration) -> Profile:
+def with_bases(profile: Profile, plan: Calibration, done: Callable[[], None]) -> Profile:
     """The profile with bases of keys and values, from the calibration split.
+
+    ``done``: called after each layer of the model.
 
     Raises: ModelError for models with latents, sliding windows or softcaps
     """
     path = resolve(plan.model)
-    bases = fit_bases(path, [text.context for text in _texts(path, plan)])
+    bases = fit_bases(path, [text.context for text in _texts(path, plan)], done)
     return replace(profile, bases=Profile.pack(pack_bases(bases)))
 
 

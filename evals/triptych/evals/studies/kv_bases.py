@@ -3,7 +3,7 @@
 # torch leaves Tensor.flatten and others untyped in part.
 """Fits the bases of keys and values of each head to the queries and values of some texts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,21 +14,20 @@ from triptych.core.errors import ModelError
 from triptych.evals.methods.masked_attention import by_kv_head, check_plain, ungrouped
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.facts import describe
-from triptych.workers.models.load import LoadedModel, load
+from triptych.workers.models.load import load
 
 
 class Moments(Attend):
-    """Causal attention that adds up the second moments from which bases are made.
+    """Causal attention of some texts at once that keeps the second moments of which bases are made.
 
     The moment of values weights each by the energy of its key, ``k (sum of q q^T) k^T``, so values
-    that are read much count more. It takes the queries of all texts, so there are two passes.
+    that are read much count more. It takes the queries of all texts, which one call of a layer has.
     """
 
-    def __init__(self, of_queries: Tensor | None = None) -> None:
-        """``of_queries``: the sum of q q^T of a first pass, [L, KH, d, d]; None: add that up."""
-        self._of_queries = of_queries
-        self.sums: dict[int, Tensor] = {}
-        """By layer, [KH, d, d] float64."""
+    def __init__(self, lengths: Sequence[int], done: Callable[[], None] = lambda: None) -> None:
+        """``lengths``: tokens of each text; ``done``: called after each layer."""
+        self._lengths, self._done = list(lengths), done
+        self._queries, self._values = list[Tensor](), list[Tensor]()
 
     def __call__(
         self,
@@ -43,22 +42,33 @@ class Moments(Attend):
         check_plain(layer, traits, sinks)
         grouped = by_kv_head(query, key.shape[1])
         keys, values = key.transpose(0, 1), value.transpose(0, 1)
-        if self._of_queries is None:
-            found = second_moment(grouped.flatten(1, 2))
-        else:
-            found = second_moment(values, energy(keys, self._of_queries[layer]))
-        self.sums[layer] = self.sums[layer] + found if layer in self.sums else found
-        wide_keys, wide_values = (part[:, None].expand_as(grouped) for part in (keys, values))
-        return ungrouped(
-            F.scaled_dot_product_attention(
-                grouped, wide_keys, wide_values, is_causal=True, scale=traits.scale
-            )
+        of_queries = second_moment(grouped.flatten(1, 2))
+        self._queries.append(of_queries)
+        self._values.append(second_moment(values, energy(keys, of_queries)))
+        by_text = zip(
+            grouped.split(self._lengths, 2),
+            keys[:, None].split(self._lengths, 2),
+            values[:, None].split(self._lengths, 2),
+            strict=True,
         )
+        found = [
+            F.scaled_dot_product_attention(
+                text, some.expand_as(text), read.expand_as(text), is_causal=True, scale=traits.scale
+            )
+            for text, some, read in by_text
+        ]
+        self._done()
+        return ungrouped(torch.cat(found, 2))
 
     @property
-    def total(self) -> Tensor:
-        """[L, KH, d, d] float64"""
-        return torch.stack([self.sums[layer] for layer in sorted(self.sums)])
+    def of_queries(self) -> Tensor:
+        """Sum of q q^T by layer and KV head, [L, KH, d, d] float64."""
+        return torch.stack(self._queries)
+
+    @property
+    def of_values(self) -> Tensor:
+        """Weighted sum of v v^T, [L, KH, d, d] float64."""
+        return torch.stack(self._values)
 
 
 def second_moment(vectors: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -79,28 +89,25 @@ def axes_of(moment: Tensor) -> Tensor:
     return torch.linalg.eigh(moment)[1].flip(-1).float()
 
 
-def fit_bases(path: Path, texts: Iterable[Sequence[int]]) -> Tensor:
+def fit_bases(
+    path: Path, texts: Iterable[Sequence[int]], done: Callable[[], None] = lambda: None
+) -> Tensor:
     """Bases of keys and of values, [2, layers, kv_heads, head_dim, head_dim] float32.
 
     Keys have the axes of the second moment of the queries of their group, values those of their own
-    weighted by energy. The Hadamard matrix comes when they are used.
+    weighted by energy. The Hadamard matrix comes when they are used. All texts go through the model
+    together; ``done`` is called after each layer.
 
     Raises:  ModelError for models with latents, sliding windows or softcaps
     Source:  OSCAR, with bases of KV heads; its published code has one basis for a layer
     """
     if describe(path).geometry.has_latents:
         raise ModelError("bases of keys and values: this model stores latents, which are both")
-    loaded = load(path, "float32", quantization="none")
     kept = list(texts)
-    of_queries = _pass(loaded, kept, Moments())
-    of_values = _pass(loaded, kept, Moments(of_queries))
-    return torch.stack((axes_of(of_queries), axes_of(of_values)))
-
-
-def _pass(loaded: LoadedModel, texts: Sequence[Sequence[int]], moments: Moments) -> Tensor:
-    for text in texts:
-        ids = torch.tensor(list(text))
-        places = torch.arange(len(ids))
-        with torch.inference_mode():
-            loaded.network(ids, places, moments, places[-1:])
-    return moments.total
+    moments = Moments([len(text) for text in kept], done)
+    ids = torch.tensor([token for text in kept for token in text])
+    places = torch.cat([torch.arange(len(text)) for text in kept])
+    loaded = load(path, "float32", quantization="none")
+    with torch.inference_mode():
+        loaded.network(ids, places, moments, torch.tensor([len(ids) - 1]))
+    return torch.stack((axes_of(moments.of_queries), axes_of(moments.of_values)))

@@ -147,6 +147,24 @@ def test_a_client_uses_its_name_tools_and_reasoning_without_max_tokens(served: S
     assert answer.message.model_dump()["reasoning_content"]
 
 
+def test_a_second_server_does_not_replace_the_first(served: Served) -> None:
+    """It finds the Ray of the first one, as each command does that is not given an address."""
+    command = [Path(sys.executable).with_name("triptych"), "serve", NAME, "--port"]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    second = subprocess.run(
+        [*command, str(free_port())],
+        cwd=served.server.log.parent,
+        env=environment | {"RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert second.returncode != 0
+    assert "already: stop that server first" in second.stderr + second.stdout
+    assert served.server.client(api_key="secret").models.list().data[0].id == NAME
+
+
 def test_a_server_that_is_terminated_leaves_nothing_in_shared_memory(served: Served) -> None:
     log = served.server.log
     own = pools() - served.others

@@ -13,12 +13,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Thread
 from types import FrameType
 from typing import Any
 
 from triptych.core.config.cache_dirs import environment_variable
 
+ALIVE = ("DEPLOYING", "RUNNING", "UNHEALTHY")
+"""States of applications that another server has."""
 FLUSH_S = 0.5
 """Time for the last bytes of responses to reach their clients."""
 
@@ -59,16 +62,22 @@ def drain_all(timeout_s: float) -> None:
         time.sleep(FLUSH_S)
 
 
-def _routers() -> Iterator[Any]:
+def _applications() -> dict[str, Any]:
+    """The applications that run, by name."""
     # Ray takes seconds to import, and an interrupt meanwhile must find the handler.
     from ray import serve  # noqa: PLC0415
     from ray.serve.exceptions import RayServeException  # noqa: PLC0415
 
     try:
-        status = serve.status()
+        return serve.status().applications
     except RayServeException:  # Serve has not started
-        return
-    for name, application in status.applications.items():
+        return {}
+
+
+def _routers() -> Iterator[Any]:
+    from ray import serve  # noqa: PLC0415
+
+    for name, application in _applications().items():
         for deployment, found in application.deployments.items():
             if deployment.partition("-")[0] == "Router" and found.status == "HEALTHY":
                 yield serve.get_deployment_handle(deployment, name)
@@ -88,7 +97,7 @@ def _serve_run(config: str) -> None:
     import click  # noqa: PLC0415
     from ray.serve.scripts import cli  # noqa: PLC0415
 
-    _start_ray()
+    _start_ray(config)
     try:
         cli(["run", config], standalone_mode=False)
     except click.ClickException as error:
@@ -98,11 +107,11 @@ def _serve_run(config: str) -> None:
         raise KeyboardInterrupt from error
 
 
-def _start_ray() -> None:
+def _start_ray(config: str) -> None:
     """Connect to a running Ray, or start one without Ray's dashboard.
 
     Its eleven processes take 200 MB, and nobody asked for them: whoever wants them starts Ray
-    first.
+    first. A Ray that was not named may be that of another server, which is not replaced.
     """
     if environment_variable("RAY_ADDRESS"):  # `serve run` connects
         return
@@ -112,6 +121,27 @@ def _start_ray() -> None:
         ray.init("auto", namespace="serve")
     except ConnectionError:
         ray.init("local", namespace="serve", include_dashboard=False)
+        return
+    alive = {name for name, one in _applications().items() if one.status in ALIVE}
+    taken = sorted(_names_in(config) & alive)
+    if taken:
+        address = ray.get_runtime_context().gcs_address
+        _tell(
+            f"Ray at {address} serves {', '.join(taken)} already: stop that server first, set "
+            f"RAY_ADDRESS={address} to replace it, or RAY_ADDRESS=local for a Ray of its own"
+        )
+        sys.exit(1)
+
+
+def _names_in(config: str) -> set[str]:
+    """Names of the applications of a config file; none if Serve will refuse it."""
+    import yaml  # noqa: PLC0415
+
+    try:
+        found = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+        return {str(one["name"]) for one in found["applications"]}
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return set()
 
 
 def _tell(line: str) -> None:

@@ -16,7 +16,7 @@ SLOWEST := --durations=20 --durations-min=5
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test interpreter conformance explore bench clients abuse endings cluster stalls repeats storm images load wheel readme docs proto lock clean
+.PHONY: help setup serve check test interpreter conformance explore bench clients abuse deaths endings cluster stalls repeats storm images load wheel readme docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -81,6 +81,9 @@ clients: $(READY) ## litellm, langchain, three agent frameworks, instructor, llm
 
 abuse: $(READY) ## send hostile requests of three seeds to a server, beside a well-behaved client (4 minutes)
 	@$(BIN)/python -m tests.e2e.abuse.attack --seeds 3 --json benchmarks/results/abuse.json
+
+deaths: $(READY) ## end processes before and after each thing that they do, with pages in arenas of devices of a fake driver (10 minutes)
+	@$(BIN)/python -m tests.integration.faults --devices --seeds 2 --json benchmarks/results/fail_points_devices.json
 
 endings: $(READY) ## stop, redeploy and interrupt servers with streams open (4 minutes)
 	@$(BIN)/pytest -q $(SLOWEST) tests/e2e/test_endings.py

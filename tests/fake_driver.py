@@ -33,7 +33,7 @@ _STATE = np.dtype(
     [
         ("freed", "<i8"),
         ("processes", "<i8"),
-        ("revoked", _KEY, 256),
+        ("revoked", _KEY, 4096),
         ("queued", "<i8"),
         ("done", "<i8"),
         ("refused", "<i8"),
@@ -158,7 +158,8 @@ class FakeDriver:
 
     def _is_revoked(self, pid: int, started: int) -> bool:
         state = self._state[0]
-        return (pid, started) in state["revoked"][: state["processes"]].tolist()
+        revoked = state["revoked"][: state["processes"]]
+        return bool(((revoked["pid"] == pid) & (revoked["started"] == started)).any())
 
 
 def _map(at: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:

@@ -3,11 +3,13 @@
     python -m tests.integration.faults --seeds 20 --json benchmarks/results/fail_points.json
     python -m tests.integration.faults --seeds 20 --parts
     python -m tests.integration.faults --seeds 20 --lowering
+    python -m tests.integration.faults --seeds 1 --devices
 
 ``--parts`` tests the points of layer-wise prefill, ``--lowering`` those of requests whose high
-tokens become low. Prints a summary; writes a result file only with
-``--json``. The exit code is 1 if an answer or a page was lost, if an answer changed after the death
-of a prefill, compress or decode worker, or if no process died at a point.
+tokens become low, ``--devices`` all points with pages in arenas of devices of a fake driver. Prints
+a summary; writes a result file only with ``--json``. The exit code is 1 if an answer or a page was
+lost, if an answer changed after the death of a prefill, compress or decode worker, or if no process
+died at a point.
 """
 
 import argparse
@@ -33,7 +35,13 @@ from triptych.loadgen.report.host import host_info
 
 
 async def run(
-    seeds: range, wanted: Sequence[str], out: Path | None, *, in_parts: bool, is_lowering: bool
+    seeds: range,
+    wanted: Sequence[str],
+    out: Path | None,
+    *,
+    in_parts: bool,
+    is_lowering: bool,
+    on_devices: bool,
 ) -> int:
     every = PART_POINTS if in_parts else LOWERING_POINTS if is_lowering else WHOLE_POINTS
     points = [point for point in every if point.role in wanted or point.name in wanted]
@@ -41,7 +49,8 @@ async def run(
     bad = list[Trial]()
     with TemporaryDirectory() as folder:
         model = save_tiny_model(Path(folder), layers=7 if in_parts else 2)
-        async with Cluster(model, in_parts=in_parts, is_lowering=is_lowering) as cluster:
+        modes = {"in_parts": in_parts, "is_lowering": is_lowering, "on_devices": on_devices}
+        async with Cluster(model, **modes) as cluster:
             tries = await Trials.of(cluster)
             for seed in seeds:
                 for point in track(points, f"seed {seed}", console=console):
@@ -114,11 +123,16 @@ def main() -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--parts", action="store_true", help="points of layer-wise prefill")
     kinds.add_argument("--lowering", action="store_true", help="points of lowered requests")
+    kinds.add_argument("--devices", action="store_true", help="pages in arenas of devices")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     asked = parser.parse_args()
     wanted = asked.point or asked.roles.split(",")
     seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-    modes = {"in_parts": asked.parts, "is_lowering": asked.lowering}
+    modes = {
+        "in_parts": asked.parts,
+        "is_lowering": asked.lowering,
+        "on_devices": asked.devices,
+    }
     sys.exit(asyncio.run(run(seeds, wanted, asked.json, **modes)))
 
 

@@ -22,8 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+import pytest
 import torch
 
+from tests.fake_driver import FakeDriver
 from tests.integration.faults.points import EXIT_CODE, POINTS, TAKEOVER, Board, watch_points
 from tests.learned import networks_beside
 from tests.tiny import DIFFKV
@@ -33,11 +35,12 @@ from triptych.core.errors import PoolError
 from triptych.core.messages import Failed, Preempt, Request, Send
 from triptych.deployments.app import make_plan
 from triptych.deployments.app_plan import AppPlan
+from triptych.deployments.replicas import worker
 from triptych.deployments.replicas.router import RouterReplica
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport import run_dir
-from triptych.kvpool import PoolServer, PoolStats, PrefixSettings
+from triptych.kvpool import DeviceMemory, PoolServer, PoolStats, PrefixSettings
 from triptych.kvpool.rpc.calls import CheckPool, StatPool
 from triptych.router import RequestAttempts, Scheduler
 from triptych.router.passes.migration import can_move
@@ -45,6 +48,8 @@ from triptych.router.state.request_table import State
 
 ROLES = ("pool", "router", "prefill", "compress", "decode", "decode")
 WATCHED = {"prefill": ("prefill",), "compress": ("compress",), "decode": ("decode", TAKEOVER)}
+DEVICES = {"prefill": "gpu-0", "compress": "gpu-0", "decode": "gpu-1"}
+"""Where the workers of each role compute if pages are on devices."""
 ABSENT = -1
 LOOK_EVERY_S = 0.02
 PATIENCE_S = 60.0
@@ -79,15 +84,20 @@ class Cluster:
         shards: int = 1,
         in_parts: bool = False,
         is_lowering: bool = False,
+        on_devices: bool = False,
         methods: Sequence[str] = (),
         **pool: Any,
     ) -> None:
-        """``in_parts``: no prefixes are kept, and prompts are encoded layer by layer.
+        """``on_devices``: pages are in arenas of devices of a fake driver, and workers compute on
+        these devices. ``in_parts``: no prefixes are kept, and prompts are encoded layer by layer.
 
         ``is_lowering``: nearly all tokens are high, and running requests are lowered at random.
         """
-        each = {"num_replicas": shards}
-        self.in_parts, self._is_lowering = in_parts, is_lowering
+        each = {"num_replicas": shards, "num_gpus": int(on_devices)}
+        self._is_lowering, self._on_devices = is_lowering, on_devices
+        self.shares_prefixes = not in_parts and not on_devices
+        """Whether requests read pages of the prefix cache; those on devices have copies."""
+        arena = {"arena": "device"} if on_devices else {}
         classes = {"alpha_high": 0.05} if is_lowering else {}
         parts = {"max_num_batched_tokens": 32} if in_parts else {}
         settings: dict[str, Any] = {
@@ -103,11 +113,15 @@ class Cluster:
                 **classes,
             },
             "prefill": {"actor": {"threads": 1, **each}, **parts},
-            "decode": {"actor": {"threads": 1, "num_replicas": 2 * shards}, "max_num_seqs": 4},
+            "decode": {
+                "actor": {"threads": 1, **each, "num_replicas": 2 * shards},
+                "max_num_seqs": 4,
+            },
             "pool": {
                 "kv_cache_memory_bytes": shards * 16 << 20,
                 "prefix_bytes": 0 if in_parts else shards * 2 << 20,
                 "extent_pages": 4,
+                **arena,
                 **pool,
             },
             "router": {"shards": shards},
@@ -137,6 +151,8 @@ class Cluster:
         await self.engine.start()
         self._watching = asyncio.create_task(self._watch())
         await self.until(self._is_whole, "all processes are there")
+        arenas = len(self.ledger().arenas)
+        assert arenas == (1 + len({*DEVICES.values()}) if self._on_devices else 1)
         return self
 
     async def __aexit__(
@@ -300,8 +316,16 @@ def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
     run_dir.remove_orphans()
     place = run_dir.RunDir.enter(plan.run_dir)
     prefixes = PrefixSettings.of(plan.config.pool, plan.pages)
+    memory = None
+    if plan.config.pool.arena == "device":
+        driver, devices = FakeDriver(plan.run_dir), tuple(dict.fromkeys(DEVICES.values()))
+        memory = DeviceMemory(driver, devices, plan.host_arena_bytes)
     server = PoolServer(
-        plan.config.pool, plan.pages.page_bytes, address=plan.pool_address, prefixes=prefixes
+        plan.config.pool,
+        plan.pages.page_bytes,
+        address=plan.pool_address,
+        prefixes=prefixes,
+        device_memory=memory,
     )
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -369,8 +393,19 @@ class Worker(WorkerReplica):
         return ABSENT if self._pool.is_lost else self._pool.allocated_pages
 
 
+def use_device(plan: AppPlan, name: str) -> None:
+    """Compute on a device of the fake driver, with the kernels of the CPU."""
+    from tests.far import quick_device  # noqa: PLC0415 - adds a device to torch
+
+    driver, device = FakeDriver(plan.run_dir), quick_device(pytest.MonkeyPatch())
+    worker._own_gpu = lambda _plan: (driver, name)
+    worker.device_of = lambda _config, _stages: device
+
+
 async def be_worker(role: str, plan: AppPlan, taken: Any, index: int) -> None:
     stop = told_to_stop()
+    if plan.config.pool.arena == "device":
+        use_device(plan, DEVICES[role])
     shell = Worker.__new__(Worker)
     await shell.__init__(plan, [cast(Any, role)])
     while not stop.is_set():

@@ -39,6 +39,22 @@ async def test_no_death_loses_a_request_or_a_page(tmp_path: Path, points: list[P
         assert set(cluster.deaths) >= {point.role for point in points} - {TAKEOVER}
 
 
+ON_DEVICES = [
+    Point("compress", "before", "commit"),
+    Point("decode", "after", "lower"),
+    Point("decode", "after", "close a retirement"),
+    Point(TAKEOVER, "after", "adopt"),
+    Point("pool", "after", "handoff"),
+]
+
+
+@pytest.mark.timeout(600)
+async def test_nor_with_pages_on_devices(tmp_path: Path) -> None:
+    """All points: ``--devices``."""
+    async with Cluster(save_tiny_model(tmp_path), on_devices=True) as cluster:
+        assert await die_at(cluster, ON_DEVICES) == []
+
+
 @pytest.mark.timeout(600)
 @some_and_others(PART_POINTS, 0, 4)
 async def test_nor_while_a_prompt_is_encoded_layer_by_layer(

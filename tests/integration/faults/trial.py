@@ -154,7 +154,7 @@ class Trials:
         passes = {point: cluster.board.passes(point) - before[point] for point in POINTS}
         assert [fate(client, answer) for client, answer in enumerate(whole)] == [""] * CLIENTS
         assert len({tuple(answer.tokens) for answer in whole}) == CLIENTS
-        assert [answer.shared_bytes > 0 for answer in whole] == [not cluster.in_parts] * CLIENTS
+        assert [answer.shared_bytes > 0 for answer in whole] == [cluster.shares_prefixes] * CLIENTS
         return cls(cluster, whole, passes)
 
     async def run(self, point: Point, seed: int) -> Trial:

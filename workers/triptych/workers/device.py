@@ -47,6 +47,15 @@ class Device:
         """A tensor over memory that other processes map too."""
         return torch.from_numpy(memory)
 
+    def share_part(self, memory: Bytes, part: Numbers) -> Tensor:
+        """A tensor over an array in memory that other processes map too; all of it is mapped.
+
+        Parts of one page of memory cannot be mapped apart.
+        """
+        start = part.ctypes.data - memory.ctypes.data
+        shared = self.share(memory)[start : start + part.nbytes]
+        return shared.view(torch.from_numpy(part).dtype).view(part.shape)
+
     def share_arena(self, arena: Arena) -> Tensor:
         """A tensor over all pages of a pool, uint8 [pages, bytes of a page]."""
         return self.share(arena.data)

@@ -8,7 +8,6 @@ import triton.language as tl
 from triptych.kernels.codec import page_codecs
 from triptych.kernels.codec.gpu_slots import placed_slots, rounded_codes, store_metadata
 from triptych.kernels.triton.page_access import (
-    halves_at,
     numbers_of,
     positions_of,
     units_at,
@@ -168,8 +167,8 @@ def scaled_part(
         if KEYS:
             by = tl.broadcast_to(scale_of_token[:, None], part.shape)
         else:
-            at = (new + TARGET.channel_scales)[:, None] + 2 * channel[None, :]
-            by = tl.where(inside, halves_at(at, inside), 1.0)
+            at = (new + TARGET.channel_scales).to(tl.pointer_type(tl.float16))[:, None]
+            by = tl.load(at + channel[None, :], mask=inside, other=1.0).to(tl.float32)
         part = clamped(tl.div_rn(part, by))
     return part, inside
 

@@ -9,7 +9,7 @@ token that they read.
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
 from triptych.core.errors import ConfigError, TriptychError
-from triptych.kernels.codegen.machine_code import Loop, loops_of
+from triptych.kernels.codegen.machine_code import Loop, loads_of, loops_of
 from triptych.kernels.codegen.variants import all_variants, usual_variants
 from triptych.kernels.triton.launch import Launch, is_interpreted, planned_for
 from triptych.kernels.triton.triton_layout import Form
@@ -48,7 +48,7 @@ COUNTS, LISTS = "token counts", "page lists"
 """What decode attention reads to find the work of a program, before it reads pages."""
 BEFORE, DIAGONAL = "keys before the block", "keys of the block"
 """New keys of a prompt that all queries of a block see, and those that some see."""
-FLASH, PREFILL = "flash_attention", "attend_chunks"
+DECODE, FLASH, PREFILL = "attend_sections", "flash_attention", "attend_chunks"
 
 
 class Task(NamedTuple):
@@ -114,14 +114,15 @@ class Compiled:
     """Shared memory of a block."""
     warps: int
     stages: int
+    loads: Mapping[int, int]
+    """Loads of global memory by the bytes of a lane; empty for AMD."""
     passes: tuple[Pass, ...]
     """Innermost loops, in the order of the code; empty for AMD."""
 
     @property
     def narrowest_load(self) -> int | None:
-        """Bytes of a lane of the narrowest load in a loop; None without such loads."""
-        found = (one.loop.narrowest_load for one in self.passes)
-        return min((width for width in found if width is not None), default=None)
+        """Bytes of a lane; None if it loads nothing, and for AMD."""
+        return min(self.loads, default=None)
 
     def as_json(self) -> dict[str, object]:
         passes = [one.as_json(self.target) for one in self.passes]
@@ -176,10 +177,11 @@ def compile_launch(launch: Launch, task: Task) -> Compiled:
     except (TritonError, RuntimeError) as error:
         raise TriptychError(f"{' '.join(task)} does not compile: {error}") from error
     if machine.backend == "cuda":
-        registers, spilled, loops = _read_cubin(made.asm["cubin"])
+        registers, spilled, code = _read_cubin(made.asm["cubin"])
     else:
-        registers, spilled, loops = *_read_amd(made.asm["amdgcn"]), list[Loop]()
-    loops = [one for one in loops if one.loads or "matrix" in one.kinds]  # others only wait
+        registers, spilled, code = *_read_amd(made.asm["amdgcn"]), ""
+    # Other loops only wait.
+    loops = [one for one in loops_of(code) if one.loads or "matrix" in one.kinds]
     found = _work_of_passes(launch)
     if launch.name == FLASH:  # compilers may unroll the loop over its own block, which is short
         found = found[: len(loops)]
@@ -193,6 +195,7 @@ def compile_launch(launch: Launch, task: Task) -> Compiled:
         shared_bytes=int(made.metadata.shared),
         warps=launch.warps,
         stages=launch.stages,
+        loads=loads_of(code),
         passes=tuple(Pass(loop, launch.warps, *work) for loop, work in pairs),
     )
 
@@ -204,7 +207,7 @@ def _work_of_passes(launch: Launch) -> list[tuple[str, int, int]]:
     and two for new keys.
     """
     constants = cast("dict[str, Any]", launch.constants)
-    if launch.name == "attend_sections":
+    if launch.name == DECODE:
         forms, tile = cast("Sequence[Form]", constants["FORMS"]), constants["TILE"]
         found = [(COUNTS, 0, 1)] * 2
         for form in forms:
@@ -220,8 +223,8 @@ def _work_of_passes(launch: Launch) -> list[tuple[str, int, int]]:
     return [(name, *size) for name in (*past, *new, DIAGONAL)]
 
 
-def _read_cubin(cubin: bytes) -> tuple[int, int, list[Loop]]:
-    """Registers, stack bytes (all spilled, as kernels have no arrays), innermost loops."""
+def _read_cubin(cubin: bytes) -> tuple[int, int, str]:
+    """Registers, stack bytes (all spilled, as kernels have no arrays), and the assembly."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -231,7 +234,7 @@ def _read_cubin(cubin: bytes) -> tuple[int, int, list[Loop]]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise TriptychError(f"cuobjdump names no registers: {usage[-200:]!r}")
-    return int(found[1]), int(found[2]), loops_of(code)
+    return int(found[1]), int(found[2]), code
 
 
 def _output(*command: str) -> str:

@@ -6,7 +6,7 @@ A GPU shows the rest. These are what it cannot be fast without, and they need no
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from triptych.kernels.codegen.aot import BEFORE, FLASH, PREFILL, Compiled
+from triptych.kernels.codegen.aot import BEFORE, DECODE, FLASH, PREFILL, Compiled
 
 SHAPE = "d128 g4 bf16"
 """Head size, query heads of a KV head and type of queries for which instructions are limited."""
@@ -14,9 +14,7 @@ MOST_PER_TOKEN = {"fp16": 34.0, "k8v4": 37.5, "k4v2": 34.4}
 """Most instructions of warps for a token of a KV head in decode attention, by format: 542, 600 and
 550 for a tile of 64 tokens in four warps. 16-bit pages took 542 before quantized ones were fast."""
 NARROWEST_LOAD = 4
-"""Fewest bytes that a lane of decode attention loads at a time: codes, scales, positions."""
-NARROW = ("kvarn",)
-"""Methods whose pages have a scale of two bytes for each token."""
+"""Fewest bytes that a lane loads at a time: numbers, codes, scales, positions."""
 
 MOST_OVER_FLASH = 1.6
 """Most instructions of prefill attention for a query and a key, over those of FlashAttention-2."""
@@ -58,20 +56,22 @@ def over_flash(rows: Sequence[Compiled]) -> list[OverFlash]:
 
 
 def failed_gates(rows: Sequence[Compiled]) -> Iterator[str]:
-    """A sentence for each limit that a kernel exceeds."""
+    """A sentence for each limit that a kernel exceeds, or that could not be checked."""
     yield from (str(one) for one in over_flash(rows) if not one.is_within)
     for row in rows:
         name = f"{row.kernel} {row.variant} on {row.target}"
         if row.spill_bytes > row.spill_limit:
             yield f"{name} spills {row.spill_bytes} B of registers, of {row.spill_limit} allowed"
-        if row.kernel == "attend_sections":
+        narrowest = row.narrowest_load
+        if narrowest and narrowest < NARROWEST_LOAD:
+            yield f"{name} loads {narrowest} B a lane; expected {NARROWEST_LOAD} or more"
+        if row.kernel == DECODE and row.target.startswith("sm_"):
             yield from _decode_gates(name, row)
 
 
 def _decode_gates(name: str, row: Compiled) -> Iterator[str]:
-    narrowest = row.narrowest_load
-    if narrowest and narrowest < NARROWEST_LOAD and not row.variant.startswith(NARROW):
-        yield f"{name} loads {narrowest} B a lane; expected {NARROWEST_LOAD} or more"
+    if not all(one.reads for one in row.passes) or not row.passes:
+        yield f"{name} has loops other than those that read token counts, lists and pages"
     for one in row.passes if row.variant.endswith(SHAPE) else ():
         most = MOST_PER_TOKEN.get(one.reads)
         if most and one.per_token is not None and one.per_token > most:

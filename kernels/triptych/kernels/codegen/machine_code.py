@@ -6,13 +6,19 @@ that shows in its code: in the width of its loads, and in the instructions of it
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 LANES = 32
 """Threads of a warp."""
 LABEL = re.compile(r"^(\.L_\w+):")
-INSTRUCTION = re.compile(r"^/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
+JUMP = re.compile(r"^\s+(.*?)`?\(?(\.L_\w+)")
+"""Operands of a branch: those before its label make it conditional."""
+INSTRUCTION = re.compile(r"^/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
+JUMPS, ENDS = ("BRA", "CALL"), ("EXIT", "RET")
+"""Opcodes with a label, the second of which returns or leaves a loop; and those without a next
+instruction."""
 GLOBAL_LOADS, GLOBAL_STORES = ("LDG", "LDGSTS"), ("STG",)
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 """Bytes of a lane by the modifier of a load or store; others take 4."""
@@ -40,11 +46,6 @@ class Loop:
     stores: Mapping[int, int]
 
     @property
-    def narrowest_load(self) -> int | None:
-        """Bytes of a lane; None if the loop loads nothing."""
-        return min(self.loads, default=None)
-
-    @property
     def loaded_bytes(self) -> int:
         """Most bytes of global memory that a warp loads in a pass: masked lanes load nothing."""
         return LANES * sum(width * count for width, count in self.loads.items())
@@ -53,38 +54,74 @@ class Loop:
 def loops_of(assembly: str) -> list[Loop]:
     """Innermost loops of the code that ``nvdisasm -c`` prints, in its order.
 
-    A loop is what lies between a label and a later branch to it. The endless loop that pads a
-    kernel has one instruction, and is left out.
+    A loop is what lies between a label and a later branch to it that the label dominates: code
+    beside a loop, to which divergent warps branch and from which they come back, begins none. The
+    endless loop that pads a kernel has one instruction, and is left out.
     """
-    labels, code = dict[str, int](), list[tuple[str, str]]()
-    spans = list[tuple[int, int]]()
-    for label, opcode, operands in _lines(assembly):
-        if label:
-            labels[label] = len(code)
-            continue
-        code.append((opcode, operands))
-        target = re.search(r"\.L_\w+", operands) if opcode.split(".")[0] == "BRA" else None
-        if target and target[0] in labels:
-            spans.append((labels[target[0]], len(code)))
+    labels, code = _parsed(assembly)
+    backward = [(labels[one.label], at) for at, one in enumerate(code) if _is_back(one, at, labels)]
+    spans = [(start, at + 1) for start, at in backward if _dominates(start, at, code, labels)]
     inner = [span for span in spans if not any(_is_inside(other, span) for other in spans)]
-    return [_loop(code[start:end]) for start, end in sorted(inner) if end - start > 1]
+    opcodes = [one.opcode for one in code]
+    return [_loop(opcodes[start:end]) for start, end in sorted(inner) if end - start > 1]
 
 
-def _lines(assembly: str) -> Iterator[tuple[str, str, str]]:
-    """Labels and instructions: (label, "", "") or ("", opcode, operands)."""
-    for line in assembly.splitlines():
-        if found := LABEL.match(line.strip()):
-            yield found[1], "", ""
-        elif found := INSTRUCTION.match(line.strip()):
-            yield "", found[1], found[2]
+def loads_of(assembly: str) -> dict[int, int]:
+    """Loads of global memory of all code, by the bytes of a lane."""
+    return _widths([one.opcode for one in _parsed(assembly)[1]], GLOBAL_LOADS)
+
+
+class _Instruction(NamedTuple):
+    opcode: str
+    label: str
+    """To which it branches; empty: it does not."""
+    is_conditional: bool
+
+
+def _parsed(assembly: str) -> tuple[dict[str, int], list[_Instruction]]:
+    """Index of the instruction behind each label, and the instructions."""
+    labels, code = dict[str, int](), list[_Instruction]()
+    for line in map(str.strip, assembly.splitlines()):
+        if found := LABEL.match(line):
+            labels[found[1]] = len(code)
+        elif found := INSTRUCTION.match(line):
+            predicate, opcode, operands = found.groups()
+            jump = JUMP.match(operands) if opcode.split(".")[0] in JUMPS else None
+            condition = predicate or (jump and jump[1]) or opcode.startswith("CALL")
+            code.append(_Instruction(opcode, jump[2] if jump else "", bool(condition)))
+    return labels, code
+
+
+def _is_back(one: _Instruction, at: int, labels: Mapping[str, int]) -> bool:
+    return one.opcode.startswith("BRA") and labels.get(one.label, at + 1) <= at
+
+
+def _dominates(
+    start: int, end: int, code: Sequence[_Instruction], labels: Mapping[str, int]
+) -> bool:
+    """Whether each path from the first instruction to ``end`` passes ``start``."""
+    seen, ahead = {start}, [0]
+    while ahead:
+        at = ahead.pop()
+        if at in seen or at >= len(code):
+            continue
+        if at == end:
+            return False
+        seen.add(at)
+        one = code[at]
+        if one.label in labels:
+            ahead.append(labels[one.label])
+        leaves = one.opcode.split(".")[0] in ENDS or bool(one.label)
+        if one.is_conditional or not leaves:
+            ahead.append(at + 1)
+    return True
 
 
 def _is_inside(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
     return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def _loop(code: Sequence[tuple[str, str]]) -> Loop:
-    opcodes = [opcode for opcode, _operands in code]
+def _loop(opcodes: Sequence[str]) -> Loop:
     return Loop(
         instructions=len(opcodes),
         kinds=dict(sorted(Counter(map(_kind, opcodes)).items())),

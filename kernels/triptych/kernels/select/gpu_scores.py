@@ -111,13 +111,15 @@ def score_pages(
         tile_bytes: tl.constexpr = codes + 4 * (numbers + POSITIONS * PAGES)
         row = memory + tl.load(slots + request).to(tl.int64) * by_slot + head * of_head
         tile, place = row + (page // PAGES) * tile_bytes, page % PAGES
+        is_stored = page // PAGES * PAGES < pages  # the same for all pages of a tile: wide loads
         at = (tile + codes).to(tl.pointer_type(tl.float32)) + place
         if IS_BOX:
-            best = box_scores(query_stats, tile + place, live, at, G, HEADS, DIM)
+            best = box_scores(query_stats, tile + place, is_stored, live, at, G, HEADS, DIM)
         else:
             best, mass = moment_scores(
                 query_stats,
                 tile + place,
+                is_stored,
                 live,
                 at,
                 room,
@@ -147,7 +149,7 @@ def score_pages(
 
 @triton.jit
 def box_scores(
-    query_stats, codes, live, at, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
+    query_stats, codes, is_stored, live, at, G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
     """Upper bounds [HEADS, SPAN] of the logits of keys in the boxes of pages."""
     lines, scale, unit, inverse, above, below = query_stats
@@ -155,10 +157,10 @@ def box_scores(
     largest, smallest = out, out
     for first in range(0, DIM, STEP):
         near = channels_of(lines, scale, first, G, HEADS, DIM) * inverse[:, None]
-        byte = bytes_of(codes, live, first, 0, DIM)
+        byte = bytes_of(codes, is_stored, first, 0, DIM)
         high, low = halves(tl.maximum(near, 0.0))
         largest += products(high, low, half_of(byte), True)
-        byte = bytes_of(codes, live, first, 1, DIM)
+        byte = bytes_of(codes, is_stored, first, 1, DIM)
         high, low = halves(tl.minimum(near, 0.0))
         smallest += products(high, low, half_of(byte), True)
     out = largest * unit[:, None] * number_of(at, 0, live)
@@ -169,7 +171,7 @@ def box_scores(
 
 @triton.jit
 def moment_scores(
-    query_stats, codes, live, at, room, deviations, HAS_MASS: tl.constexpr,
+    query_stats, codes, is_stored, live, at, room, deviations, HAS_MASS: tl.constexpr,
     G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Estimates [HEADS, SPAN] of the largest logit of a page, over its blocks.
@@ -182,13 +184,13 @@ def moment_scores(
     for first in range(0, DIM, STEP):
         near = channels_of(lines, scale, first, G, HEADS, DIM) * inverse[:, None]
         high, low = halves(near)
-        pair = bytes_of(codes, live, first, 0, DIM)
+        pair = bytes_of(codes, is_stored, first, 0, DIM)
         first_mean += products(high, low, half_of(pair & 15), True)
         second_mean += products(high, low, half_of(pair >> 4), True)
-        pair = bytes_of(codes, live, first, 1, DIM)
+        pair = bytes_of(codes, is_stored, first, 1, DIM)
         third_mean += products(high, low, half_of(pair & 15), True)
         fourth_mean += products(high, low, half_of(pair >> 4), True)
-        square = bytes_of(codes, live, first, 2, DIM).to(tl.uint16)
+        square = bytes_of(codes, is_stored, first, 2, DIM).to(tl.uint16)
         square = square * square
         high, low = halves(near * near)
         variance += products(high, low, half_of(square >> 8) * 256.0, True)
@@ -212,11 +214,14 @@ def moment_scores(
 
 
 @triton.jit
-def bytes_of(codes, live, first, vector: tl.constexpr, DIM: tl.constexpr):
-    """Code bytes of ``STEP`` channels of one vector of each page, [STEP, SPAN]."""
+def bytes_of(codes, is_stored, first, vector: tl.constexpr, DIM: tl.constexpr):
+    """Code bytes of ``STEP`` channels of one vector of each page, [STEP, SPAN].
+
+    Those of pages beyond the last one of a head row may be any bytes.
+    """
     channel = first + tl.arange(0, STEP)
     at = codes[None, :] + ((vector * DIM + channel) * PAGES)[:, None]
-    return tl.load(at, mask=(channel < DIM)[:, None] & live[None, :], other=0)
+    return tl.load(at, mask=(channel < DIM)[:, None] & is_stored[None, :], other=0)
 
 
 @triton.jit

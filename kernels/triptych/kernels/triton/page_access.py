@@ -139,6 +139,10 @@ def key_units(page, row, live, FORM: tl.constexpr):
     offset = row[:, None] * FORM.key_stride + unit[None, :] * FORM.key_unit_stride
     if FORM.key_bits == 16:
         at = page.to(tl.pointer_type(tl.float16))[:, None] + offset
+        # Triton does not always find this out, and copies to shared memory only where it is known.
+        ALIGNMENT: tl.constexpr = FORM.key_alignment
+        HALVES: tl.constexpr = FORM.key_alignment // 2
+        at = tl.max_contiguous(tl.multiple_of(at, (ALIGNMENT, ALIGNMENT)), (1, HALVES))
     else:
         at = page[:, None] + offset
     if FORM.key_units == FORM.key_tile:

@@ -1,5 +1,6 @@
 """Page layouts as compile-time constants of Triton kernels, and arguments of page tables."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
@@ -80,6 +81,14 @@ class Form:
         Tensor cores multiply 32 of them at a time.
         """
         return not (self.is_float or self.by_channel or self.by_tile) and self.key_tile >= MIN_BYTES
+
+    @property
+    def key_alignment(self) -> int:
+        """Bytes, at most 16, of which the address of each 16-bit key is a multiple.
+
+        Arenas begin at a multiple of 16 bytes, and such keys lie token by token.
+        """
+        return math.gcd(16, self.page_bytes, 2 * self.key_stride)
 
     @property
     def name(self) -> str:

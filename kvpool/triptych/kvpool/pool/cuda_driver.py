@@ -87,7 +87,7 @@ class CudaDriver:
             self._library = ctypes.CDLL("libcuda.so.1")
             self._call("cuInit", 0)
         except (OSError, PoolError) as error:
-            self._fault = f"no CUDA driver ({error})"
+            self._fault = f"no CUDA driver ({error}): install that of NVIDIA"
 
     @cached_property
     def devices(self) -> dict[str, int]:
@@ -106,24 +106,42 @@ class CudaDriver:
         if self._fault:
             return self._fault
         if not devices:
-            return "the pool's process sees no GPU"
-        for name in devices:
-            if name not in self.devices:
-                return f"the pool's process does not see GPU {name}"
-            for attribute, what in (
-                (_HAS_VIRTUAL_MEMORY, "virtual memory management"),
-                (_HAS_DESCRIPTORS, "export of memory as file descriptors"),
-            ):
-                value = ctypes.c_int()
-                ordinal = self.devices[name]
-                self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, ordinal)
-                if not value.value:
-                    return f"GPU {name} has no {what}"
-            try:
-                self._pids(name)
-            except PoolError as error:
-                return f"dead workers could not be fenced: {error}"
-        return self._unreachable(devices)
+            return (
+                "the pool's process sees no GPU: set RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 where "
+                "Ray starts, which hides GPUs from actors that have none"
+            )
+        try:
+            return next(filter(None, map(self._lack, devices)), "") or self._unreachable(devices)
+        except PoolError as error:
+            return f"the driver answers with an error ({error}): see what nvidia-smi says"
+
+    def _lack(self, device: str) -> str:
+        """What a GPU lacks; empty: nothing."""
+        if device not in self.devices:
+            return (
+                f"the pool's process does not see GPU {device}, of {len(self.devices)} that it "
+                "sees: add it to CUDA_VISIBLE_DEVICES"
+            )
+        for attribute, what in (
+            (_HAS_VIRTUAL_MEMORY, "virtual memory management"),
+            (_HAS_DESCRIPTORS, "export of memory as file descriptors"),
+        ):
+            value = ctypes.c_int()
+            ordinal = self.devices[device]
+            self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, ordinal)
+            if not value.value:
+                return (
+                    f"GPU {device} has no {what} (attribute {attribute} is 0, expected 1): use a "
+                    "GPU with it, on Linux with a driver of CUDA 12.2 or later"
+                )
+        try:
+            self._pids(device)
+        except PoolError as error:
+            return (
+                f"writes of dead workers could not be excluded: {error}; install NVML, and turn "
+                "MIG off (nvidia-smi -mig 0)"
+            )
+        return ""
 
     def _unreachable(self, devices: Sequence[str]) -> str:
         for one in devices:
@@ -133,16 +151,29 @@ class CudaDriver:
                     ordinals = self.devices[one], self.devices[other]
                     self._call("cuDeviceCanAccessPeer", ctypes.byref(can), *ordinals)
                 if not can.value:
-                    return f"GPU {one} cannot access GPU {other} (no link between them, or MIG)"
+                    return (
+                        f"GPU {one} cannot access GPU {other}: turn MIG off (nvidia-smi -mig 0), "
+                        "use GPUs with a link, or a pool for each (router.shards)"
+                    )
         return ""
 
     def create(self, device: str, nbytes: int) -> int:
         handle, descriptor = ctypes.c_ulonglong(), ctypes.c_int()
         place = _Properties(_PINNED, _DESCRIPTOR, self._location(device))
-        self._call(
-            "cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(place),
-            ctypes.c_ulonglong(0),
-        )  # fmt: skip
+        try:
+            self._call(
+                "cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(place),
+                ctypes.c_ulonglong(0),
+            )  # fmt: skip
+        except PoolError as error:
+            where, setting = (
+                (f"GPU {device}", "kv_cache_memory_bytes")
+                if device
+                else ("the host", "prefix_bytes")
+            )
+            raise PoolError(
+                f"no {nbytes:,} bytes on {where} ({error}): lower pool.{setting}"
+            ) from error
         try:
             self._call(
                 "cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _DESCRIPTOR,

@@ -97,7 +97,8 @@ class ArenaShape:
         each = device_bytes // page_bytes // step * step
         if each < 1:
             raise PoolError(
-                f"an arena of {device_bytes} bytes: on a device at least {step * page_bytes}"
+                f"an arena of {device_bytes:,} bytes: raise pool.kv_cache_memory_bytes to at least "
+                f"{step * page_bytes:,}"
             )
         return cls((host, *(each for _ in devices)), page_bytes, tuple(devices))
 
@@ -131,7 +132,7 @@ class DeviceMemory:
     def refusal(self, address: str, *, has_other_nodes: bool) -> str:
         """Why a pool with this address cannot have such arenas; empty: it can."""
         if has_other_nodes:
-            return "pages of several nodes are sent from host memory"
+            return "pages of several nodes are sent from host memory: use one node"
         if not address.startswith("unix:"):
             return f"descriptors of memory need a Unix socket, and the pool is at {address}"
         return self.driver.refusal(self.devices)
@@ -228,5 +229,8 @@ def open_arenas(
             sizes = ", ".join(f"{nbytes:,} on {name or 'the host'}" for name, nbytes in shape.parts)
             logger.info("pages are in arenas of %s bytes", sizes)
             return OwnedArenas(arenas, tuple(descriptors), memory.driver)
-    logger.warning("pages are in host memory, and each GPU keeps copies: %s", refusal)
+    logger.warning(
+        "pool.arena=device: pages are in host memory, and each GPU keeps copies, because %s",
+        refusal,
+    )
     return None

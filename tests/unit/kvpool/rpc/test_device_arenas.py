@@ -190,7 +190,7 @@ def test_the_fallback_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     sentence = {
         "apart": "gpu-0 cannot access gpu-1",
         "nodes": "pages of several nodes are sent from host memory",
-        "small": "on a device at least",
+        "small": "raise pool.kv_cache_memory_bytes to at least",
     }[why]
     (line,) = [each for each in caplog.messages if "copies" in each]
     assert sentence in line

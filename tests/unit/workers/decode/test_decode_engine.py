@@ -42,7 +42,9 @@ def test_scores_are_updated_by_position_whatever_else_is_in_the_batch(raw: tuple
     slots, positions = np.arange(3, dtype=np.int32), np.array([7, 8, 12], np.int32)
     memory = DevicePages(CPU, arena, arena)
     sections = Sections(checkpoint.sections, CPU)
-    scores = TokenScores(memory, sections, checkpoint.tables.num_fixed, 4, checkpoint.scored)
+    scores = TokenScores(
+        memory, sections, checkpoint.tables.num_fixed, 4, torch.from_numpy(checkpoint.scored)
+    )
     query, key, value = torch.randn(3, 4, 32), torch.randn(3, 2, 32), torch.randn(3, 2, 32)
     expected = [0.0 if slot in raw else due for slot, due in enumerate((0.0, 4.0, 4.0))]
     for _ in range(2):  # the second time as when the worker died
@@ -75,7 +77,9 @@ def test_sinks_take_weight_from_values_and_from_scores(kind: str) -> None:
         recent.pages[0, slot, :, 0] = recent.layout.parts * (2 * slot + np.arange(2))
     slots, positions = np.arange(3, dtype=np.int32), np.array([7, 8, 12], np.int32)
     memory, sections = DevicePages(CPU, arena, arena), Sections(checkpoint.sections, CPU)
-    scores = TokenScores(memory, sections, checkpoint.tables.num_fixed, 4, checkpoint.scored)
+    scores = TokenScores(
+        memory, sections, checkpoint.tables.num_fixed, 4, torch.from_numpy(checkpoint.scored)
+    )
     new = NewTokens.count([scoring] * 3, slots, positions, checkpoint.scored)
     step = PageAttention(memory, sections, new, scores)
     if kind == "captured":

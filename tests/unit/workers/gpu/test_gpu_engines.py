@@ -15,7 +15,6 @@ from triptych.core.messages import Sampling
 from triptych.kvpool import WorkerPool
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.decode_engine import DecodeEngine
-from triptych.workers.decode.window import Window
 from triptych.workers.device import CPU, Device
 from triptych.workers.local import Completion, LocalServer
 
@@ -181,8 +180,6 @@ def test_nobody_is_told_before_the_device_is_done(
         watch(WorkerPool, name)
     for name in ("append_token", "mark_preempted", "mark_finished"):
         watch(Checkpoint, name)
-    for name in ("_encode", "_commit"):  # a phase of a retirement is noted before each
-        watch(Window, name)
     pool = {"kv_cache_memory_bytes": 8 << 20, "prefix_bytes": 2 << 20, "keep_answers": "always"}
     for parts in ({"pool": pool}, {"decode": {"selection": SELECTION, "plugins": PLUGINS}}):
         answers(config(**parts), tiny_model, quick_device)

@@ -17,6 +17,7 @@ from triptych.core.config import AppConfig
 from triptych.core.messages import Sampling
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.steps.step_graphs import batch_sizes
+from triptych.workers.decode.window import RetirementPlan, Window
 from triptych.workers.device import CPU, Captured, Device
 from triptych.workers.factory import capture_usual_steps
 from triptych.workers.local import Completion, LocalServer
@@ -167,6 +168,38 @@ def test_a_step_is_a_handful_of_calls(tiny_model: Path, quick_device: Device, po
         assert one.count(REPLAY) == 1
         assert one.count(WAIT) == 1  # the tokens
     assert len(usual) <= 9, usual
+
+
+@ONLY_FAKE
+def test_a_step_in_which_pages_retire_waits_twice(tiny_model: Path, quick_device: Device) -> None:
+    """Once for the plan and once for the tokens: the device records when tokens are moved."""
+    from tests.far import WAIT  # noqa: PLC0415 - there is none beside a GPU
+
+    steps, retired, step, apply = list[list[str]](), list[int](), DecodeEngine.step, Window.apply
+    asked: list[str] = quick_device.asked  # type: ignore[attr-defined]
+
+    def stepping(engine: DecodeEngine) -> object:
+        start = len(asked)
+        retired.append(0)
+        sends = list(step(engine))
+        steps.append(asked[start:])
+        return sends
+
+    def applying(window: Window, plan: RetirementPlan) -> object:
+        retired[-1] += 1
+        emptied = apply(window, plan)
+        assert window.moving.phase[plan.slots].all()  # until the tokens are there
+        return emptied
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeEngine, "step", stepping)
+        patch.setattr(Window, "apply", applying)
+        with LocalServer(config("diffkv"), tiny_model, device=quick_device) as server:
+            longer = replace(GREEDY, max_tokens=60)
+            tokens_of(server.complete([server.request([5, 6, 7 + at], longer) for at in range(2)]))
+    for calls, count in zip(steps, retired, strict=True):
+        assert calls.count(WAIT) <= (2 if count else 1), calls
+    assert sum(map(bool, retired)) >= 3
 
 
 @ONLY_FAKE

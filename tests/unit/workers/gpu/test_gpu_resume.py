@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tests.unit.workers.decode.test_resume import (
     Crash,
     Stages,
     die_and_go_on,
+    go_on,
     lines_of_a_run,
     requests,
     run,
@@ -23,7 +25,9 @@ from tests.unit.workers.decode.test_resume import (
 )
 from triptych.kernels.pages import segments
 from triptych.workers.decode.decode_engine import DecodeEngine
+from triptych.workers.decode.window import RetirementPlan, Window
 from triptych.workers.device import Device
+from triptych.workers.kv.device_pages import Ids
 
 Scores = dict[tuple[str, int, int, int], float]
 """Score of each token by request, layer, KV head and position."""
@@ -51,6 +55,40 @@ def test_the_next_worker_says_the_same_wherever_the_first_one_died(
     for files in (DECODE, RETIREMENT):
         total = lines_of_a_run(stages, files)
         die_and_go_on(stages, whole, luck.randrange(total), files)
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_device_that_dies_behind_the_host_leaves_a_retirement_to_repeat(
+    stages: Stages, done: int
+) -> None:
+    """The tables are in place already; the device has done ``done`` of the two parts."""
+    whole, client, left = uninterrupted(stages), Client(), [done]
+    name, engine = stages.decoder()
+    for request in requests():
+        client.hear(engine.accept(stages.join(request)) or ())
+    move, record, apply = Window._move, Window._queue_record, Window.apply
+
+    def moving(window: Window, *args: Any) -> None:
+        if left[0]:
+            move(window, *args)
+
+    def recording(window: Window, slots: Ids, phase: int) -> None:
+        if left[0]:
+            record(window, slots, phase)
+            left[0] -= 1
+
+    def applying(window: Window, plan: RetirementPlan) -> None:
+        apply(window, plan)
+        assert (window.moving.phase[plan.slots] == 1 + done).all()
+        raise Crash
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Window, "_move", moving)
+        patch.setattr(Window, "_queue_record", recording)
+        patch.setattr(Window, "apply", applying)
+        with pytest.raises(Crash):
+            run(engine, client)
+    go_on(stages, whole, client, name, f"died after {done} parts")
 
 
 def test_lowered_pages_are_in_the_arena_too(tiny_model: Path, quick_device: Device) -> None:

@@ -14,7 +14,7 @@ from triptych.core.policy import Policy
 from triptych.kernels.pages import segments
 from triptych.kvpool.pool.free_list import FreeList
 from triptych.workers.decode.checkpoint import Checkpoint
-from triptych.workers.decode.window import Window
+from triptych.workers.decode.window import Window, read_together
 from triptych.workers.device import CPU
 from triptych.workers.kv.block_table import PageTable, Sections
 from triptych.workers.kv.device_pages import DevicePages
@@ -60,7 +60,8 @@ class Slots:
         at = np.array([slot], np.int32)
         if self.window.is_full(int(at[0])):
             alphas = self.window.plan.policy.answer_thresholds
-            retirement = self.window.prepare(at, [self.seen[slot]], alphas)
+            plan = self.window.prepare(at, [self.seen[slot]], alphas)
+            retirement = self.window.planned(at, plan.numpy())
             self._grow(self.method.classes, at, retirement.plan.counts)
             self.unused[slot] += self.window.apply(retirement)[0].tolist()
         if self.recent.length(slot) % self.recent.layout.tokens == 0:
@@ -170,3 +171,13 @@ def test_thresholds_of_answers_are_scaled_by_head_row() -> None:
         slots.step(0)
     assert slots.low.tokens[0, 0, 0] == 0
     assert slots.low.tokens[0, 0, 1] > 60
+
+
+def test_plans_are_read_together() -> None:
+    given = [
+        torch.arange(24, dtype=torch.int32).reshape(2, 3, 4),
+        torch.ones(5, 1, dtype=torch.int32),
+    ]
+    for tensors in given[:1], given:
+        found = read_together(tensors)
+        assert [one.tolist() for one in found] == [one.tolist() for one in tensors]

@@ -427,7 +427,8 @@ class Checkpoint:
             table[_first(table, -(-tokens // np.int32(section.layout.tokens)))]
             for table, tokens, section in zip(tables, held, own.sections, strict=True)
         ]
-        used[0] = np.concatenate([self.mid_step_pages(slot), used[0]])
+        begun = self.mid_step_pages(slot)  # one may have been emptied by the retirement
+        used[0] = np.concatenate([begun[~np.isin(begun, used[0])], used[0]])
         used[0] = pool_pages(used[0], own.plan.recent.parts)
         return np.concatenate(used, dtype=np.int32)
 

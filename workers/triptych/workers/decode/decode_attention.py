@@ -59,20 +59,18 @@ class TokenScores:
         sections: Sections,
         num_fixed: int,
         score_every: int,
-        progress: NDArray[np.int64],
+        progress: Tensor,
     ) -> None:
         """``num_fixed``: number of fixed tables, the last ones. They are read, but their scores do
         not change, since other requests share their pages. ``score_every``: weight of the scores;
         0: no method scores tokens. ``progress``: for each slot the layers whose scores are added,
-        over all positions; shared memory.
+        over all positions, int64 [slots], on the device; shared memory.
         """
         last = -num_fixed or None
         self._memory, self.weight = memory, float(score_every)
         self.of_layer: Sequence[Sequence[Section]] = [each[:last] for each in sections.of_layer]
         """Sections of each layer whose scores change."""
-        shared = memory.device.share(progress.view(np.uint8))
-        self.progress = shared.view(torch.int64)
-        """For each slot the layers whose scores are added, int64 [slots], on the device."""
+        self.progress = progress
 
     @property
     def are_kept(self) -> bool:

@@ -141,7 +141,7 @@ class DecodeEngine:
             self._sections,
             tables.num_fixed,
             max(one.plan.policy.score_every for one in tables.methods),
-            self._checkpoint.scored,
+            device.share_part(self._checkpoint.memory, self._checkpoint.scored),
         )
         self._graphs = StepGraphs.of(
             self.runner,
@@ -264,9 +264,11 @@ class DecodeEngine:
         sends = [*self._publish_block(), *self._allocate_slots()]
         batch = [one for one in self._running.values() if not one.is_paused]
         if not batch:
+            self._growth.settle()
             return sends
         logits = self._forward(batch)
         drawn = self.draw(logits, [one.output.sampler_row for one in batch])
+        self._growth.settle()  # the device has drawn tokens, so it has moved others before
         self._deadlines.step()
         verdict = self._run_plugins(batch, logits, drawn)
         for row, (one, draw) in enumerate(zip(batch, drawn, strict=True)):
@@ -512,6 +514,7 @@ class DecodeEngine:
         self._handover.release_slot(one.slot)
 
     def _fail(self, one: RunningRequest, error: TriptychError) -> Send:
+        self._growth.settle()
         self._release(one)
         return refuse(one.id, error, tokens=len(one.output.tokens))
 

@@ -5,6 +5,7 @@ from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from triptych.core.errors import PageLimitReached, PoolExhausted, TriptychError
 from triptych.core.policy import Thresholds
@@ -12,7 +13,7 @@ from triptych.kvpool import WorkerPool
 from triptych.workers.decode.page_expiry import PageExpiry
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.running_batch import RunningRequest
-from triptych.workers.decode.window import RECENT, Window
+from triptych.workers.decode.window import RECENT, Window, read_together
 from triptych.workers.kv.block_table import PageTable, Sections
 from triptych.workers.kv.device_pages import NO_PAGES
 from triptych.workers.kv.handle_codec import small_pages
@@ -78,20 +79,29 @@ class PageGrowth:
             window = self._windows.get(one.tables)
             if window is not None and window.is_full(one.slot):
                 groups.setdefault((window, one.options.thresholds), []).append(one)
+        plans = list[Tensor]()
         for (window, thresholds), full in groups.items():
-            yield from self._retire(window, full, thresholds)
+            self._expire(full)
+            seen, most = [one.position for one in full], [one.options.most_tokens for one in full]
+            plans.append(window.prepare(_slots(full), seen, thresholds, most))
+        read = read_together(plans) if plans else ()
+        for ((window, _), full), numbers in zip(groups.items(), read, strict=True):
+            yield from self._retire(window, full, numbers)
+
+    def settle(self) -> None:
+        """End the retirements of a step; see ``Window.settle``."""
+        for window in self._windows.values():
+            window.settle()
 
     def _retire(
-        self, window: Window, full: Sequence[RunningRequest], thresholds: Thresholds
+        self, window: Window, full: Sequence[RunningRequest], numbers: Ids
     ) -> Iterator[Failure]:
-        """Retire recent pages of requests of one method that share the same thresholds.
+        """Retire recent pages of requests of one method, as planned.
 
         The emptied pages are the next ones of the request, and so are those that expire.
         """
-        self._expire(full)
-        slots, seen, tables = _slots(full), [one.position for one in full], full[0].tables
-        most = [one.options.most_tokens for one in full]
-        retirement = window.prepare(slots, seen, thresholds, most)
+        slots, tables = _slots(full), full[0].tables
+        retirement = window.planned(slots, numbers)
         gone = set[RunningRequest]()
         for failure in self._grow(full, slots, tables.classes, retirement.plan.counts):
             gone.add(failure[0])

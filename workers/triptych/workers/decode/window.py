@@ -7,9 +7,10 @@ budget while they generate, those with the least attention (``plan_eviction``). 
 slots are planned and moved together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -77,6 +78,8 @@ class Window:
         self.low = low[0] if low else None
         self.class_tokens = tables.classes.tokens
         self._full_tokens = self.plan.full_recent_tokens
+        self._unsettled = list[Ids]()
+        """Slots of retirements that are not ended."""
         layers, slots, _ = self.recent.tokens.shape
         self._slots = np.arange(layers * slots, dtype=np.int32).reshape(layers, slots)
         """Slot numbers of each layer in sections that span all layers."""
@@ -105,23 +108,27 @@ class Window:
         seen: Sequence[int],
         thresholds: Thresholds,
         most: Sequence[int] = (),
-    ) -> RetirementPlan:
+    ) -> Tensor:
         """Plan the retirement of the pages behind the sink; ``seen``: tokens of each request.
 
         ``most``: tokens that a head row of each keeps while it generates; 0, or no numbers: all.
+
+        Returns: the numbers of a ``Retirement`` on the device, [layers x requests, kv_heads, ...]
 
         The tokens of the pages become high. As many older tokens leave the high window and are
         classified by significance: their positions are a fixed distance behind those of the pages.
         With ``most`` those with the least attention are dropped instead.
         """
-        layers, _, kv_heads, _ = self.recent.pages.shape
         self.sections.renew(slots)
         rows = self._retiring_rows(slots, seen)
         if any(most):
-            plan = self._evict(rows, np.array(seen, np.int32), np.array(most, np.int32))
-        else:
-            plan = self._classify(rows, thresholds)
-        numbers = plan.numbers.cpu().numpy().reshape(layers, len(slots), kv_heads, -1)
+            return self._evict(rows, np.array(seen, np.int32), np.array(most, np.int32)).numbers
+        return self._classify(rows, thresholds).numbers
+
+    def planned(self, slots: Ids, numbers: Ids) -> RetirementPlan:
+        """The plan of a retirement; ``numbers``: what ``prepare`` returned, on the host."""
+        layers, _, kv_heads, _ = self.recent.pages.shape
+        numbers = numbers.reshape(layers, len(slots), kv_heads, -1)
         self._append_in_windows(numbers, slots)
         return RetirementPlan(slots, Retirement(numbers))
 
@@ -224,7 +231,9 @@ class Window:
         Returns: the emptied recent pages of each request, [requests, pages]
 
         The checkpoint gets the plan first and the phase after each part. A part does not write
-        what it reads, so a takeover worker can repeat it.
+        what it reads, so a takeover worker can repeat it. On a GPU the parts are only queued: the
+        device records each phase when it is there, so the host does not wait for one. ``settle``
+        ends the retirement.
         """
         moving, slots = self.moving, retirement.slots
         numbers = retirement.plan.numbers
@@ -232,29 +241,72 @@ class Window:
         kept = moving.recent_pages, moving.plan, moving.retired, moving.retired_after
         block_table_ops.save_retirement(pages, numbers, slots, room, *kept)
         moving.phase[slots] = PLANNED
-        return self._run_phases(retirement, PLANNED)
+        is_host = self.memory.device.is_host
+        record = self._record if is_host else self._queue_record
+        emptied = self._run_phases(retirement, PLANNED, record)
+        self._unsettled.append(slots)
+        if is_host:
+            self.settle()
+        return emptied
+
+    def settle(self) -> None:
+        """End the retirements since the last call, whose tables are in place already.
+
+        The host waits only if the device has not moved all tokens yet.
+        """
+        if not self._unsettled:
+            return
+        slots, self._unsettled = np.concatenate(self._unsettled), []
+        if (self.moving.phase[slots] != ENCODED).any():
+            self.memory.device.wait()
+        self.moving.phase[slots] = 0
 
     def resume(self, slot: int) -> None:
-        """Complete the retirement or lowering that a dead worker had begun for a slot, if any."""
+        """Complete the retirement or lowering that a dead worker had begun for a slot, if any.
+
+        Its tables may be in place already, for work that its device had not begun. Until all tokens
+        are moved no other work of the step is done, so the table of recent pages is put back.
+        """
         moving, at = self.moving, np.array([slot], np.int32)
         phase = int(moving.phase[slot])
         if phase == LOWERED:
             self._checkpoint.complete_lowering(slot)
         elif phase:
+            if phase < ENCODED:
+                pages = self.recent.pages
+                pages[:, slot] = moving.recent_pages[:, slot, :, : pages.shape[-1]]
             width = Retirement.width(self.plan.retire_tokens)
             retirement = RetirementPlan(at, Retirement(moving.plan[:, at, :, :width]))
-            self._run_phases(retirement, phase)
+            self._run_phases(retirement, phase, self._record)
+            moving.phase[slot] = 0
 
-    def _run_phases(self, retirement: RetirementPlan, phase: int) -> Ids:
+    def _run_phases(
+        self, retirement: RetirementPlan, phase: int, record: Callable[[Ids, int], None]
+    ) -> Ids:
         """Downgrade first, since the retiring tokens take the places of downgraded tokens."""
-        moving, slots = self.moving, retirement.slots
+        slots = retirement.slots
         if phase <= PLANNED:
             self._downgrade(retirement)
-            moving.phase[slots] = DOWNGRADED
+            record(slots, DOWNGRADED)
         if phase <= DOWNGRADED:
             self._encode(retirement)
-            moving.phase[slots] = ENCODED
+            record(slots, ENCODED)
         return self._commit(retirement)
+
+    def _record(self, slots: Ids, phase: int) -> None:
+        """Record a phase that the device has done."""
+        self.memory.device.wait()
+        self.moving.phase[slots] = phase
+
+    def _queue_record(self, slots: Ids, phase: int) -> None:
+        """Have the device record a phase, in memory of the host, after what is queued so far."""
+        there = self.memory.device.put(slots.astype(np.int64))
+        self._phases.index_fill_(0, there, phase)
+
+    @cached_property
+    def _phases(self) -> Tensor:
+        """The phase of each slot, int32 [slots], on the device."""
+        return self.memory.device.share_part(self._checkpoint.memory, self.moving.phase)
 
     def _downgrade(self, retirement: RetirementPlan) -> None:
         if self.low is not None:
@@ -281,14 +333,14 @@ class Window:
             self._put(target_places),
         )
         table = sections.tables[target]
-        memory.save(table.pages_at(slots, target_places) if memory.is_copied else NO_PAGES)
+        memory.queue_save(table.pages_at(slots, target_places) if memory.is_copied else NO_PAGES)
 
     def _put(self, places: Ids) -> Tensor:
         """Places by layer and request as rows of sections that span all layers."""
         return self.memory.device.put(places.reshape(-1, *places.shape[2:]))
 
     def _commit(self, retirement: RetirementPlan) -> Ids:
-        """Set tables and counts to the state after the retirement.
+        """Set tables and counts to the state after the retirement; it can be repeated.
 
         Returns: the emptied recent pages of each request, [requests, pages]
         """
@@ -306,5 +358,16 @@ class Window:
             retirement.plan.counts,
         )
         moving.retired[slots] = moving.retired_after[slots]
-        moving.phase[slots] = 0
         return emptied
+
+
+def read_together(numbers: Sequence[Tensor]) -> list[Ids]:
+    """Tensors of int32 of one device on the host, after one wait."""
+    if len(numbers) == 1:
+        return [numbers[0].cpu().numpy()]
+    flat = torch.cat([each.reshape(-1) for each in numbers]).cpu().numpy()
+    ends = list(accumulate(each.numel() for each in numbers))
+    return [
+        part.reshape(tuple(each.shape))
+        for part, each in zip(np.split(flat, ends[:-1]), numbers, strict=True)
+    ]

@@ -96,10 +96,14 @@ class DevicePages:
 
     def save(self, ids: Ids) -> None:
         """Copy written pages to the arena; call it before other processes learn of them."""
+        self.queue_save(ids)
+        self.device.wait()
+
+    def queue_save(self, ids: Ids) -> None:
+        """Have the device copy written pages to the arena after what is queued so far."""
         if self.is_copied:
             self.touch(np.unique(ids))
             _copy(self.near, self.shared, self._places(ids))
-        self.device.wait()
 
     def touch(self, ids: Ids) -> None:
         """Count whole pages that the engine reads, or writes, outside of decode steps.

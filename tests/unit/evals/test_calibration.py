@@ -1,7 +1,8 @@
 """Calibration on a tiny model: a profile that the engines take, or a reason why not."""
 
+import json
 from base64 import b64decode
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -228,7 +229,11 @@ def test_a_model_without_a_profile_gets_one_that_auto_finds(
     first = run_command(included, *LIMITS, *settings)
     assert (first.settings.alpha_high, first.settings.recent_window_tokens) == (3.0, 20)
     assert not first.measured_methods
-    more = run_command(tmp_path / "more.json", "--profile", "auto", "--methods", "leankv")
+    rows = tmp_path / "rows.json"
+    measure = ("--profile", "auto", "--methods", "leankv", "--json", str(rows))
+    more = run_command(tmp_path / "more.json", *measure)
+    written = json.loads(rows.read_text())["measured_methods"]
+    assert written == {"leankv": [asdict(one) for one in more.measured_methods["leankv"]]}
     assert (more.settings, more.key_centre) == (first.settings, first.key_centre)
     assert [one.context for one in more.measured_methods["leankv"]] == [150]
     more.write(included)

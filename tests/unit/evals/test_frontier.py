@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from triptych.cli.main import app
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
+from triptych.core.methods.table import METHODS
 from triptych.evals.frontier.frontier_plot import plot_frontier
 from triptych.evals.frontier.frontier_rows import (
     FrontierRow,
@@ -154,6 +155,12 @@ def test_every_method_of_the_default_study_has_its_paper() -> None:
     assert all(paper or name.startswith("uniform:") for name, paper in papers.items())
     assert is_served("served:snapkv+keep_share=0.5")
     assert not is_served("snapkv+keep=0.5")
+
+
+def test_the_default_study_has_every_method_that_a_server_of_the_default_model_offers() -> None:
+    named = {name.removeprefix("served:").partition("+")[0] for name in FRONTIER}
+    untrained = {"learned:paper", "learned:score"}
+    assert set(METHODS.builtin) - untrained - {"uniform"} <= named
 
 
 def test_methods_without_bytes_of_their_own_are_refused(tiny_model: Path) -> None:

@@ -1,6 +1,6 @@
 """``triptych calibrate``: find the compression point of a model, and write its profile."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -88,7 +88,10 @@ def calibrate(
         ),
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all rows to this file.")
+        Path | None,
+        typer.Option(
+            "--json", help="Write all rows to this file; with --profile, those of its methods."
+        ),
     ] = None,
 ) -> None:
     """Find the smallest compressed cache within the quality limits, and write a profile.
@@ -128,6 +131,10 @@ def calibrate(
         extended = with_other_methods(extended, plan, run_with_progress)
         extended = with_pareto(extended, plan) if pareto else extended
         extended.write(output)
+        if json_file:
+            every = extended.measured_methods.items()
+            rows = {name: [asdict(one) for one in each] for name, each in every}
+            write_json({"host": host_info(), "measured_methods": rows}, json_file)
         _show_profile(extended)
         notes.print(f"wrote {output}", markup=False, soft_wrap=True)
         return

@@ -34,7 +34,7 @@ BATCH_PROBES = 4
 KEPT = (0.5, 0.25)
 """Shares of the tokens that retention rules keep."""
 RETENTION = (
-    *("snapkv", "h2o", "tova", "adakv", "pyramidkv", "streaming_llm", "knorm"),
+    *("snapkv", "h2o", "h2o:generate", "tova", "adakv", "pyramidkv", "streaming_llm", "knorm"),
     *("keydiff", "expected_attention", "cake", "kvcrush", "tangram", "compresskv"),
 )
 """Served, in K8V4."""
@@ -47,11 +47,13 @@ FRONTIER = (
     *(f"served:{name}+keep_share={KEPT[0]}" for name in RETENTION),
     "uniform:k4v4",
     "leankv",
-    *("saw_int4", "fp8", "kivi", "kivi:2", "kvarn", "uniform:k4v8", "uniform:k8v2"),
+    *("saw_int4", "fp8", "kivi", "kivi:2", "kvarn", "oscar", "learned:merge"),
+    *("uniform:k4v8", "uniform:k8v2"),
     *(f"{name}+keep={share}" for share in KEPT for name in PRUNED),
     "uniform:k8v8",
     "diffkv+alpha_high=1",
     *(f"served:{name}+keep_share={KEPT[1]}" for name in RETENTION),
+    "uniform:k2v2",
     "uniform:k2v4",
     "uniform:k4v1",
 )

@@ -100,7 +100,7 @@ class FakeDriver:
         assert _libc.munmap(address, nbytes) == 0
 
     def revoke(self, process: ProcessKey) -> bool:
-        if self._revokes:
+        if self._revokes and not self._is_revoked(process.pid, process.started):
             state = self._state[0]
             state["revoked"][state["processes"]] = (process.pid, process.started)
             state["processes"] += 1

@@ -129,7 +129,7 @@ class WorkerReplica:
 
     async def check_health(self) -> None:
         """Raise, so that Serve replaces this replica, if it can do no more work."""
-        if self._pool.is_lost:  # the loop may have ended because of it
+        if self._pool.is_lost or self._lost_since:  # the loop ended, and the next is being made
             lost_s = time.monotonic() - self._lost_since if self._lost_since else 0.0
             if lost_s > POOL_GRACE_S:
                 raise RuntimeError(f"{self._pool.worker}: no pool for {lost_s:.0f} s")

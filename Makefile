@@ -35,7 +35,7 @@ check: $(READY) ## format, lint, types, architecture, unit tests
 	@echo "==> pyright, import-linter; kernels are compiled meanwhile"
 	@$(BIN)/pyright & \
 		$(BIN)/lint-imports --no-logo >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }; \
-		$(BIN)/python -m tests.compile_kernels || exit 1; \
+		$(BIN)/python -m triptych.kernels.precompile || exit 1; \
 		wait $$!
 	@echo "==> architecture and unit tests, examples in docstrings"
 	@$(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal $(SLOWEST) --doctest-modules \

@@ -23,7 +23,7 @@ Group = tuple[str, ...]
 
 
 def groups() -> list[Group]:
-    """What this processor runs for a model with the default settings; the longest first."""
+    """Kernels of a model with the default settings on this processor, the longest group first."""
     codec, attention = ("move", "append", "start_append"), ("attend", "take_runs", "record")
     parts, products = ("_work", "_start"), ["vector_product"]
     if multiplies_bfloat():

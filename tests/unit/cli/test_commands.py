@@ -230,6 +230,10 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     started = list[list[str]]()
 
     monkeypatch.setattr("triptych.cli.serving.serve.become", started.append)
+    compiling = list[list[str]]()
+    monkeypatch.setattr(
+        "triptych.cli.serving.serve.start_child", lambda child: compiling.append(child) or 1421
+    )
     for name in RAY_ENVIRONMENT:
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
@@ -245,7 +249,8 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     ((program, *command),) = started
     assert program == sys.executable
     module, *arguments = command[1:]
-    assert arguments == [path, "30.0", "", str(shared_memory_dir())]
+    assert arguments == [path, "30.0", "", "1421", str(shared_memory_dir())]
+    assert compiling == [[sys.executable, "-m", "triptych.kernels.precompile"]]
     assert {name: os.environ[name] for name in RAY_ENVIRONMENT} == RAY_ENVIRONMENT
     assert find_spec(module)
     assert find_spec("triptych.deployments.serve_run")

@@ -94,7 +94,7 @@ class Key:
 
 @dataclass(slots=True)
 class Use:
-    """What a key uses at present."""
+    """Running requests and rate allowance of a key."""
 
     running: int = 0
     """Requests that run."""

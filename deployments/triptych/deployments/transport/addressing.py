@@ -48,7 +48,7 @@ class Routes(Protocol):
 
     @property
     def access(self) -> Access | None:
-        """What incoming calls must present; None if everything is accepted."""
+        """Credentials that incoming calls must present; None: all calls are accepted."""
         ...
 
     async def open(self, address: str, server: grpc.aio.Server) -> None:

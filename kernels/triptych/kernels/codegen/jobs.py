@@ -22,7 +22,7 @@ from triptych.kernels.codegen.numba_runtime import kernel, team_address, team_th
 
 
 def job_start(function: Callable[..., Any]) -> EntryPoint:
-    """What begins a job: ``start(words, body, team, threads)``, all int64.
+    """The entry point that begins a job, ``start(words, body, team, threads)``, all int64.
 
     ``words``: address of the job's words; ``body``: what each thread of a team runs. Returns 0, or
     another number if the job is wrong.

@@ -9,7 +9,6 @@ order of additions is the same for any number of rows.
 """
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
@@ -33,11 +32,17 @@ from triptych.kernels.codegen.numba_runtime import (
     pointer,
     team_body,
 )
-from triptych.kernels.codegen.simd import FLOAT, I16, I32, I64, POINTER, Emitter, vector
+from triptych.kernels.codegen.simd import FLOAT, I64, POINTER, Emitter
 from triptych.kernels.floats import round_floats
 from triptych.kernels.int4 import amx_product
-from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES, TABLE
-from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
+from triptych.kernels.int4.expansion import (
+    FLOATS,
+    PREFETCHED,
+    grid_at,
+    levels_of_piece,
+    sum_of,
+)
+from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES
 from triptych.kernels.int4.product_job import (
     CHUNK,
     CONFIG,
@@ -62,9 +67,6 @@ BLOCK_ROWS = 8
 """Rows whose results are in registers: 16 of them for 32 outputs."""
 MOST_PIECES = 4
 """Pieces of which the levels, and the sums, are in the first-level cache."""
-PREFETCHED = 4096
-"""Bytes from levels that are expanded to those that are prefetched."""
-WORD_VECTOR, WIDE = vector(I16, 2 * LANES), vector(FLOAT, LANES)
 
 
 @intrinsic
@@ -74,24 +76,13 @@ def _expand(typing_context, codes, pieces, panel):
     def emit(context, builder, signature, arguments):
         emitter = Emitter(builder)
         codes, panel = (builder.inttoptr(arguments[at], POINTER) for at in (0, 2))
-        name, kinds = "llvm.x86.avx512.permvar.hi.512", (WORD_VECTOR, WORD_VECTOR)
-        permute = emitter.declare(name, WORD_VECTOR, kinds)
-        table = ir.Constant(WORD_VECTOR, TABLE)
         with emitter.loop(arguments[1]) as piece:
             source = emitter.byte(codes, builder.mul(piece, I64(PIECE_BYTES)))
             target = emitter.byte(panel, builder.mul(piece, I64(PANEL_BYTES)))
             for line in range(0, PIECE_BYTES, CACHE_LINE):
                 emitter.prefetch(emitter.byte(source, PREFETCHED + line))
-            for part in range(PIECE // (2 * PAIRS_OF_WORD)):
-                for half in range(2):
-                    place = emitter.byte(source, ROW_BYTES * (2 * part + half))
-                    words = emitter.load(place, WORD_VECTOR)
-                    for pair in range(PAIRS_OF_WORD):
-                        shift = emitter.constant(4 * pair, words)
-                        index = builder.lshr(words, shift) if pair else words
-                        row = ROW_BYTES * (PAIRS_OF_WORD * part + pair)
-                        levels = builder.call(permute, [table, index])
-                        emitter.store(levels, emitter.byte(target, TILE_BYTES * half + row))
+            for _, offset, levels in levels_of_piece(emitter, source):
+                emitter.store(levels, emitter.byte(target, offset))
         return context.get_dummy_value()
 
     word = types.int64
@@ -139,33 +130,25 @@ def _scale(typing_context, grids, group_bytes, groups, partial, sums, sums_bytes
             builder.inttoptr(arguments[at], POINTER) for at in (0, 3, 4, 6)
         )
         targets = [emitter.byte(results, 4 * (OUTPUTS * row + LANES * at)) for row, at in places]
-        found = [emitter.variable(emitter.load(target, WIDE)) for target in targets]
+        found = [emitter.variable(emitter.load(target, FLOATS)) for target in targets]
         with emitter.loop(arguments[2]) as group:
             grid = emitter.byte(grids, builder.mul(group, arguments[1]))
             near = emitter.byte(partial, builder.mul(group, I64(PANEL_BYTES)))
             of_inputs = emitter.byte(sums, builder.mul(group, I64(4)))
-            lines = [_line(emitter, emitter.byte(grid, ROW_BYTES * half)) for half in range(2)]
+            lines = [grid_at(emitter, emitter.byte(grid, ROW_BYTES * half)) for half in range(2)]
             for (row, half), slot in zip(places, found, strict=True):
                 step, middle = lines[half]
-                part = emitter.load(emitter.byte(near, TILE_BYTES * half + ROW_BYTES * row), WIDE)
+                part = emitter.load(emitter.byte(near, TILE_BYTES * half + ROW_BYTES * row), FLOATS)
                 at = emitter.byte(of_inputs, builder.mul(arguments[5], I64(row)))
                 total = emitter.splat(emitter.load(at, FLOAT), LANES)
-                before = emitter.fma(part, step, builder.load(slot, typ=WIDE))
+                before = emitter.fma(part, step, builder.load(slot, typ=FLOATS))
                 builder.store(emitter.fma(total, middle, before), slot)
         for slot, target in zip(found, targets, strict=True):
-            emitter.store(builder.load(slot, typ=WIDE), target)
+            emitter.store(builder.load(slot, typ=FLOATS), target)
         return context.get_dummy_value()
 
     word = types.int64
     return types.void(*[word] * 7, rows), emit
-
-
-def _line(emitter, pointer):
-    """Step and middle of a group for 16 outputs: the bfloat16 numbers of each word."""
-    build, words = emitter.build, emitter.load(pointer, vector(I32, LANES))
-    lower = build.shl(words, emitter.constant(16, words))
-    upper = build.and_(words, emitter.constant(0xFFFF0000, words))
-    return build.bitcast(lower, WIDE), build.bitcast(upper, WIDE)
 
 
 @kernel
@@ -213,7 +196,7 @@ def prepare(address):
             amx_product.write_input(numbers.ctypes.data, 0, factor, inputs, columns // PIECE)
             sums = carray(pointer(job[SUMS] + 4 * row * groups), groups, np.float32)
             for index in range(groups):
-                sums[index] = amx_product.sum_of(numbers[index * group : (index + 1) * group])
+                sums[index] = sum_of(numbers[index * group : (index + 1) * group])
     memory[0] = np.float32(0.0)  # numba frees an array after its last use
 
 

@@ -30,12 +30,18 @@ from triptych.kernels.codegen.numba_runtime import (
     kernel,
     line_address,
     pointer,
-    summing_kernel,
     team_body,
 )
-from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I32, I64, POINTER, Emitter, vector
-from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES, TABLE
-from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
+from triptych.kernels.codegen.simd import BFLOAT, I32, I64, POINTER, Emitter, vector
+from triptych.kernels.int4.expansion import (
+    FLOATS,
+    PREFETCHED,
+    SHORTS,
+    grid_at,
+    halves,
+    levels_of_piece,
+)
+from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES
 from triptych.kernels.int4.product_job import (
     CHUNK,
     CONFIG,
@@ -59,10 +65,7 @@ SUMS, FIRST_INPUTS, FIRST_WEIGHTS = 0, 4, 6
 """Tiles."""
 FEW_PIECES = 4
 """Pieces that are expanded together for a single tile of rows, which does not read them again."""
-PREFETCHED = 4096
-"""Bytes from weights that are expanded to those that are prefetched."""
 
-WORD_VECTOR, FLOATS = vector(I16, 2 * LANES), vector(FLOAT, LANES)
 INTERLEAVED = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
 _CONFIGS = [tile_config(rows or TILE_ROWS, SUMS, 6) for rows in range(TILE_ROWS)]
 _ADDRESSES = [config.ctypes.data for config in _CONFIGS]
@@ -97,8 +100,8 @@ class _Expansion:
 
     def __init__(self, emitter):
         self.emitter, self.build = emitter, emitter.build
-        name, kinds = "llvm.x86.avx512.permvar.hi.512", (WORD_VECTOR, WORD_VECTOR)
-        self.permute = emitter.declare(name, WORD_VECTOR, kinds)
+        name, kinds = "llvm.x86.avx512.permvar.hi.512", (SHORTS, SHORTS)
+        self.permute = emitter.declare(name, SHORTS, kinds)
         name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
         self.round = emitter.declare(name, vector(BFLOAT, 2 * LANES), (FLOATS, FLOATS))
 
@@ -109,7 +112,7 @@ class _Expansion:
         with emitter.loop(groups) as group:
             grids = emitter.byte(packed, build.mul(group, group_bytes))
             near = emitter.byte(panel, build.mul(group, panel_bytes))
-            lines = [self._lines(emitter.byte(grids, ROW_BYTES * half)) for half in (0, 1)]
+            lines = [grid_at(emitter, emitter.byte(grids, ROW_BYTES * half)) for half in (0, 1)]
             with emitter.loop(pieces) as piece:
                 codes = emitter.byte(grids, build.mul(piece, I64(PIECE_BYTES)))
                 target = emitter.byte(near, build.mul(piece, I64(PANEL_BYTES)))
@@ -117,40 +120,18 @@ class _Expansion:
                     emitter.prefetch(emitter.byte(codes, GRID_BYTES + PREFETCHED + line))
                 self._expand_piece(emitter.byte(codes, GRID_BYTES), lines, target)
 
-    def _lines(self, pointer):
-        """Step and middle of a group for 16 outputs."""
-        grid = self.emitter.load(pointer, vector(I32, LANES))
-        return self._halves(grid)
-
-    def _halves(self, words):
-        """The two bfloat16 numbers of each word, as float32."""
-        build, emitter = self.build, self.emitter
-        lower = build.shl(words, emitter.constant(16, words))
-        upper = build.and_(words, emitter.constant(0xFFFF0000, words))
-        return build.bitcast(lower, FLOATS), build.bitcast(upper, FLOATS)
-
     def _expand_piece(self, codes, lines, target):
         emitter, build = self.emitter, self.build
-        table = ir.Constant(WORD_VECTOR, TABLE)
-        for part in range(PIECE // (2 * PAIRS_OF_WORD)):
-            for half, (step, middle) in enumerate(lines):
-                words = emitter.load(
-                    emitter.byte(codes, ROW_BYTES * (2 * part + half)), WORD_VECTOR
-                )
-                for place in range(PAIRS_OF_WORD):
-                    shift = emitter.constant(4 * place, words)
-                    index = build.lshr(words, shift) if place else words
-                    levels = build.call(self.permute, [table, index])
-                    first, second = (
-                        emitter.fma(level, step, middle)
-                        for level in self._halves(build.bitcast(levels, vector(I32, LANES)))
-                    )
-                    apart = build.bitcast(build.call(self.round, [second, first]), WORD_VECTOR)
-                    order = ir.Constant(WORD_VECTOR, INTERLEAVED)
-                    pair = PAIRS_OF_WORD * part + place
-                    offset = TILE_BYTES * half + ROW_BYTES * pair
-                    pairs = build.call(self.permute, [apart, order])
-                    emitter.store(pairs, emitter.byte(target, offset))
+        order = ir.Constant(SHORTS, INTERLEAVED)
+        for half, offset, levels in levels_of_piece(emitter, codes):
+            step, middle = lines[half]
+            first, second = (
+                emitter.fma(level, step, middle)
+                for level in halves(emitter, build.bitcast(levels, vector(I32, LANES)))
+            )
+            apart = build.bitcast(build.call(self.round, [second, first]), SHORTS)
+            pairs = build.call(self.permute, [apart, order])
+            emitter.store(pairs, emitter.byte(target, offset))
 
 
 @intrinsic(prefer_literal=True)
@@ -257,15 +238,6 @@ def prepare(address):
             inputs += row % TILE_ROWS * ROW_BYTES
             write_input(numbers.ctypes.data, job[NORM], factor, inputs, pieces)
     memory[0] = np.float32(0.0)  # numba frees an array after its last use
-
-
-@summing_kernel
-def sum_of(numbers):
-    """The sum of a vector of floats."""
-    total = np.float32(0.0)
-    for channel in range(len(numbers)):
-        total += numbers[channel]
-    return total
 
 
 @kernel

@@ -17,12 +17,12 @@ from triptych.kernels.codegen.numba_runtime import (
     fetch_add,
     kernel,
     pointer,
-    summing_kernel,
     team_body,
 )
-from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I32, I64, POINTER, Emitter, vector
+from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I64, POINTER, Emitter, vector
 from triptych.kernels.floats import bfloat_pair, round_floats
-from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES, TABLE
+from triptych.kernels.int4.expansion import SHORTS, grid_at, levels_at, sum_of
+from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES
 from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
 from triptych.kernels.int4.product_job import (
     CHUNK,
@@ -45,7 +45,7 @@ MOST_ROWS = 8
 ``INPUTS`` has [in / 2, rows] pairs of bfloat16 of a block, and ``SUMS`` [groups, rows] sums of the
 inputs of a group."""
 
-SHORTS, PAIRS = vector(I16, 2 * LANES), vector(BFLOAT, 2 * LANES)
+PAIRS = vector(BFLOAT, 2 * LANES)
 
 
 def input_words(rows: int, columns: int) -> int:
@@ -116,7 +116,8 @@ class _Tile:
             at = emitter.byte(codes, 2 * VECTOR_BYTES * part)
             words = [emitter.load(emitter.byte(at, VECTOR_BYTES * half), SHORTS) for half in (0, 1)]
             for place in range(PAIRS_OF_WORD):
-                weights = [self._weights(half, place) for half in words]
+                levels = (levels_at(emitter, half, place) for half in words)
+                weights = [build.bitcast(each, PAIRS) for each in levels]
                 for row in range(self.count):
                     offset = 4 * (self.count * (PAIRS_OF_WORD * part + place) + row)
                     pair = emitter.splat_pair(emitter.byte(pairs, offset))
@@ -125,22 +126,11 @@ class _Tile:
                         before = build.load(slot, typ=self.wide)
                         build.store(emitter.add_bfloat_pairs(before, weights[half], pair), slot)
 
-    def _weights(self, words, place):
-        """Levels at one place of each word, minus ``ZERO_LEVEL``."""
-        build = self.build
-        kinds = (SHORTS, SHORTS)
-        permute = self.emitter.declare("llvm.x86.avx512.permvar.hi.512", SHORTS, kinds)
-        index = build.lshr(words, self.emitter.constant(4 * place, words)) if place else words
-        return build.bitcast(build.call(permute, [ir.Constant(SHORTS, TABLE), index]), PAIRS)
-
     def _add_group(self, grids, sums):
         """Add sums of a group times the step, and sums of its inputs times the middle."""
         emitter, build = self.emitter, self.build
         for half in (0, 1):
-            grid = emitter.load(emitter.byte(grids, VECTOR_BYTES * half), vector(I32, LANES))
-            step = build.bitcast(build.shl(grid, emitter.constant(16, grid)), self.wide)
-            upper = build.and_(grid, emitter.constant(0xFFFF0000, grid))
-            middle = build.bitcast(upper, self.wide)
+            step, middle = grid_at(emitter, emitter.byte(grids, VECTOR_BYTES * half))
             for row in range(self.count):
                 sum_ = emitter.splat(emitter.load(emitter.byte(sums, 4 * row), FLOAT), LANES)
                 products = build.load(self.of_group[row, half], typ=self.wide)
@@ -167,15 +157,7 @@ def _write_input(numbers, rows, at, groups, pairs, sums):
     for pair in range(len(numbers) // 2):
         pairs[pair * rows + at] = bfloat_pair(words[2 * pair], words[2 * pair + 1])
     for index in range(groups):
-        sums[index * rows + at] = _sum(numbers[index * group : (index + 1) * group])
-
-
-@summing_kernel
-def _sum(numbers):
-    total = np.float32(0.0)
-    for channel in range(len(numbers)):
-        total += numbers[channel]
-    return total
+        sums[index * rows + at] = sum_of(numbers[index * group : (index + 1) * group])
 
 
 @kernel

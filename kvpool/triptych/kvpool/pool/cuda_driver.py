@@ -111,12 +111,13 @@ class CudaDriver:
                 "Ray starts, which hides GPUs from actors that have none"
             )
         try:
-            return next(filter(None, map(self._lack, devices)), "") or self._unreachable(devices)
+            lacks = [self._lack(device) for device in devices]
+            return next((lack for lack in lacks if lack), "") or self._unreachable(devices)
         except PoolError as error:
             return f"the driver answers with an error ({error}): see what nvidia-smi says"
 
     def _lack(self, device: str) -> str:
-        """What a GPU lacks; empty: nothing."""
+        """Why arenas cannot be on a GPU; empty: they can."""
         if device not in self.devices:
             return (
                 f"the pool's process does not see GPU {device}, of {len(self.devices)} that it "

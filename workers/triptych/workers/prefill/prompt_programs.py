@@ -14,7 +14,6 @@ from torch import Tensor
 
 from triptych.core.layout import PageLayout
 from triptych.core.pages import PagePlan
-from triptych.kernels import multiplies_bfloat
 from triptych.kernels.cpu_jobs import (
     Job,
     PartTable,
@@ -61,7 +60,7 @@ class PromptPrograms:
         cls, runner: Runner, memory: DevicePages, plan: PagePlan, most_tokens: int
     ) -> "PromptPrograms | None":
         """None if steps cannot be programs: with other weights, coordinates or attention."""
-        if not isinstance(runner, ModelRunner) or not multiplies_bfloat():
+        if not isinstance(runner, ModelRunner):
             return None
         parts = runner.centred_blocks
         if parts is None or any(block.traits.softcap for block in parts[0]):

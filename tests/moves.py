@@ -1,6 +1,6 @@
 """Rows of tokens in pages of one format, some of which move to pages of another."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from triptych.kernels import Section, store_tokens
 SLOTS, HEADS, WIDTH, MOST = 5, 2, 3, 6
 USUAL = ("fp16", "k8v8", "k8v4", "k4v4", "k4v2")
 """Formats of which all pairs are tested."""
+UNTRACKED = "k4v2 untracked"
+"""Pages whose tokens have neither scores nor positions."""
 WHOLE = tuple(name for name, form in FORMATS.items() if form.codes_whole_pages)
 """Formats whose pages are encoded whole."""
 ALONE = tuple(name for name in FORMATS if name not in WHOLE)
@@ -31,6 +33,8 @@ PAIRS = (
     *((old, new) for new in ALONE if new not in USUAL for old in ("fp16", "k8v8")),
     *((old, "k8v4") for old in ALONE if old not in USUAL),
     *((old, new) for old in LATENTS for new in LATENTS),
+    *((old, UNTRACKED) for old in ("fp16", "k8v4")),
+    (UNTRACKED, "k8v4"),
 )
 """Formats of moves: all pairs of usual ones, into and out of each other one, and of latents."""
 
@@ -52,7 +56,7 @@ def random_moves(source: str, target: str, head_dim: int) -> Moves:
 
     ``source``, ``target``: a format, or ``k8v8/8`` for small pages, eight in one of the arena.
     """
-    old, new = (_layout(name, head_dim) for name in (source, target))
+    old, new = (layout_named(name, head_dim) for name in (source, target))
     pages = torch.randperm(2 * SLOTS * HEADS * WIDTH).int().view(2, SLOTS, HEADS, WIDTH)
     unused = torch.zeros(SLOTS, HEADS, dtype=torch.int32)
     arena = torch.randint(0, 256, (pages.numel(), old.page_bytes), dtype=torch.uint8)
@@ -80,10 +84,17 @@ def random_moves(source: str, target: str, head_dim: int) -> Moves:
     )
 
 
-def _layout(name: str, head_dim: int) -> PageLayout:
-    form, _, parts = name.partition("/")
-    page_bytes = default_page_bytes(head_dim)
-    return PageLayout(stored_format(form), head_dim, page_bytes, "channel", int(parts or 1))
+def layout_named(name: str, head_dim: int, order: KeyOrder = "channel") -> PageLayout:
+    """The layout of a format, of small pages (``k8v8/8``), or of ``UNTRACKED``."""
+    form, _, parts = name.removesuffix(" untracked").partition("/")
+    return PageLayout(
+        stored_format(form),
+        head_dim,
+        default_page_bytes(head_dim),
+        order,
+        int(parts or 1),
+        is_tracked=not name.endswith(" untracked"),
+    )
 
 
 def whole_moves(
@@ -93,8 +104,8 @@ def whole_moves(
 
     ``apart``: what tokens of a row differ by; at 0 they are all the same.
     """
-    old = replace(_layout(source, head_dim), key_order="token")
-    new = replace(_layout(target, head_dim), key_order=order)
+    old = layout_named(source, head_dim, "token")
+    new = layout_named(target, head_dim, order)
     count, slots = 2 * new.tokens, 3
     rows = slots * HEADS
     table = torch.arange(rows * old.pages(count)).int().view(slots, HEADS, -1)

@@ -232,6 +232,9 @@ class PageLayout:
     attention adds it to the scaled, capped logit. A token that stands for k equal ones has log k.
     Such pages take no more bytes, and their tokens have no scores.
 
+    Without ``is_tracked`` the fifth and sixth segment are empty: tokens have neither a score nor a
+    position. That suits tokens that never leave their pages.
+
     With ``parts`` a page of the pool holds so many small pages of equal size, each with six
     segments of its own. Small page number ``i`` of pool page ``p`` has the id ``p * parts + i``.
 
@@ -239,6 +242,8 @@ class PageLayout:
     32
     >>> PageLayout(FORMATS["k8v8"], head_dim=64, page_bytes=3584, parts=8).tokens
     3
+    >>> PageLayout(FORMATS["k4v2"], head_dim=64, page_bytes=3584, is_tracked=False).tokens
+    64
     """
 
     format: PageFormat
@@ -250,8 +255,15 @@ class PageLayout:
     """Pages of this layout in one page of the pool."""
     has_bias: bool = False
     """Whether tokens have a logit bias (float32) in place of a score."""
+    is_tracked: bool = True
+    """Whether tokens have a score, or a bias, and a position."""
 
     def __post_init__(self) -> None:
+        if not self.is_tracked and (self.has_bias or self.format.codes_whole_pages):
+            raise ConfigError(
+                f"pages of {self.format.name} without scores and positions: expected tokens that "
+                "have no bias and are encoded alone"
+            )
         if self.page_bytes % self.parts:
             raise ConfigError(
                 f"page_bytes={self.page_bytes}: expected a multiple of {self.parts}, the number of "
@@ -271,10 +283,16 @@ class PageLayout:
     @cached_property
     def tokens(self) -> int:
         """Tokens of one KV head in one page of this layout."""
-        count = self.size_bytes // self.format.token_bytes(self.head_dim)
+        count = self.size_bytes // self.token_bytes
         while count > 0 and self.used_bytes(count) > self.size_bytes:
             count -= 1
         return count - count % RECENT_TOKENS if self.format.codes_whole_pages else count
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one KV head in all segments, padding aside."""
+        form = self.format
+        return (form.token_bytes if self.is_tracked else form.read_bytes)(self.head_dim)
 
     @cached_property
     def offsets(self) -> tuple[int, int, int, int, int, int]:
@@ -304,9 +322,9 @@ class PageLayout:
     def has_scores(self) -> bool:
         """Whether tokens have scores that decode adds to.
 
-        Tokens with a bias have none, nor have tokens that cannot leave their page alone.
+        Tokens with a bias have none, nor have tokens that cannot leave their page, or not alone.
         """
-        return not self.has_bias and not self.format.codes_whole_pages
+        return self.is_tracked and not self.has_bias and not self.format.codes_whole_pages
 
     @property
     def read_bytes(self) -> float:
@@ -329,11 +347,12 @@ class PageLayout:
 
     def _ends(self, tokens: int) -> tuple[int, int, int, int, int, int]:
         end, ends, dim = 0, list[int](), self.head_dim
-        segments = zip(
-            self.format.stored_token_bytes(dim), self.format.segment_page_bytes(dim), strict=True
-        )
-        for per_token, per_page in segments:
-            end = align(end + tokens * per_token + per_page, ALIGN_BYTES)
+        per_token = self.format.stored_token_bytes(dim)
+        if not self.is_tracked:
+            per_token = (*per_token[:4], 0, 0)
+        segments = zip(per_token, self.format.segment_page_bytes(dim), strict=True)
+        for each, of_page in segments:
+            end = align(end + tokens * each + of_page, ALIGN_BYTES)
             ends.append(end)
         return (ends[0], ends[1], ends[2], ends[3], ends[4], ends[5])
 

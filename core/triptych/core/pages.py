@@ -76,6 +76,8 @@ class PagePlan:
     is compressed: an ablation of zombie reclaim. Only simulated workers do so."""
     key_order: KeyOrder = "channel"
     """Order of quantized keys in a page: by channel for decode on a CPU, by token on a GPU."""
+    reads_low_tokens: bool = False
+    """Whether step plug-ins or page selection read scores or positions of low tokens."""
     others: tuple[Policy, ...] = ()
     """Policies of the methods that a request may name beside the default one, ``policy``."""
     measured: tuple[MeasuredMethod, ...] = ()
@@ -113,6 +115,8 @@ class PagePlan:
             keeps_answers=config.pool.keep_answers != "never",
             head_budgets=_head_budgets(config, profile),
             key_order="token" if config.decode.actor.num_gpus else "channel",
+            reads_low_tokens=bool(config.decode.plugins)
+            or config.decode.selection.method != "none",
             others=tuple(others),
         )
         plan = plan.with_measurements(config, profile, learned)
@@ -275,7 +279,21 @@ class PagePlan:
     def low(self) -> PageLayout | None:
         """Layout of pages for less significant tokens; None: the policy has no low class."""
         low = self.policy.low_format
-        return None if low is None else self._layout(low)
+        return None if low is None else replace(self._layout(low), is_tracked=self.tracks_low)
+
+    @property
+    def tracks_low(self) -> bool:
+        """Whether low tokens have scores and positions.
+
+        They need none if they stay low to the end, and nothing else asks for them. An answer that
+        is published is found by positions, from the last block of the prompt on: it has none in low
+        pages if as many new tokens are high, and none is downgraded while it is generated.
+        """
+        policy = self.policy
+        parts = (policy,) if policy.images is None else (policy, policy.images)
+        may_leave = any(part.drops_tokens or part.mass_high > 0 for part in parts)
+        is_found = not self.keeps_answers or policy.high_window_tokens >= self.block_tokens
+        return may_leave or self.reads_low_tokens or self.has_windows or not is_found
 
     @cached_property
     def classes(self) -> tuple[PageLayout, ...]:

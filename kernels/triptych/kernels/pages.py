@@ -1,5 +1,6 @@
 """Typed views of the pages of an arena, page tables of a batch, and checks of both."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -65,9 +66,10 @@ class Segments:
     channel_scales: Tensor
     """float16 [P, d], of values; [P, 0] unless the format is balanced."""
     scores: Tensor
-    """float32 [P, T]: scores, or logit biases if the layout has them."""
+    """float32 [P, T]: scores, or logit biases if the layout has them; [P, 0] if tokens are not
+    tracked."""
     positions: Tensor
-    """int32 [P, T]."""
+    """int32 [P, T]; [P, 0] if tokens are not tracked."""
 
 
 def segments(arena: Tensor, layout: PageLayout) -> Segments:
@@ -83,6 +85,8 @@ def segments(arena: Tensor, layout: PageLayout) -> Segments:
         arena = arena.view(-1, layout.size_bytes)
     form, count, dim = layout.format, layout.tokens, layout.head_dim
     sizes = [count * size for size in form.segment_token_bytes(dim)]
+    if not layout.is_tracked:
+        sizes[4:] = 0, 0
     if form.codes_whole_pages:
         sizes[1] = METADATA_BYTES * dim
     parts = [
@@ -111,6 +115,16 @@ def check_arena(arena: Tensor, layout: PageLayout) -> None:
     if arena.dtype != torch.uint8 or not arena.is_contiguous() or arena.dim() != 2:
         raise ConfigError(f"arena {tuple(arena.shape)} {arena.dtype}: expected uint8 [P, bytes]")
     check_page_bytes(arena.shape[1], layout)
+
+
+def check_window(sections: Sequence[Section], window: int) -> None:
+    """Raise ``ConfigError`` if a sliding window needs positions that pages do not have."""
+    untracked = [section.layout for section in sections if not section.layout.is_tracked]
+    if window > 0 and untracked:
+        raise ConfigError(
+            f"a window of {window} tokens with pages of {untracked[0].format.name} that have no "
+            "positions: expected pages whose tokens are tracked"
+        )
 
 
 def check_page_bytes(page_bytes: int, layout: PageLayout) -> None:

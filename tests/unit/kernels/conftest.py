@@ -7,13 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.core.layout import (
-    FORMATS,
-    KeyOrder,
-    PageLayout,
-    default_page_bytes,
-    stored_format,
-)
+from tests.moves import layout_named
+from triptych.core.layout import FORMATS, KeyOrder, PageLayout, default_page_bytes
 from triptych.kernels import Section, load_tokens, move_tokens, store_tokens
 
 
@@ -60,15 +55,11 @@ class Cache:
     ) -> Stored:
         """Store ``counts[slot][head]`` tokens, random ones if no [S, KH, N, d] are given.
 
-        ``name``: a format, or ``k8v8/8`` for small pages, eight in one of the arena. ``has_bias``:
-        tokens have random logit biases. Counts of formats that are encoded page by page are rounded
-        up to whole pages.
+        ``name``: as ``layout_named``. ``has_bias``: tokens have random logit biases. Counts of
+        formats that are encoded page by page are rounded up to whole pages.
         """
-        form, _, divided = name.partition("/")
-        parts = int(divided or 1)
-        layout = PageLayout(
-            stored_format(form), self.head_dim, self.page_bytes, order, parts, has_bias
-        )
+        layout = replace(layout_named(name, self.head_dim, order), has_bias=has_bias)
+        parts = layout.parts
         if layout.format.codes_whole_pages:
             counts = [[layout.pages(n) * layout.tokens for n in row] for row in counts]
         tokens = torch.tensor(counts, dtype=torch.int32)

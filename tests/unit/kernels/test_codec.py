@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.effort import examples
-from tests.moves import ALONE, LATENTS, PAIRS, ROUNDED, USUAL, random_moves
+from tests.moves import ALONE, LATENTS, PAIRS, ROUNDED, UNTRACKED, USUAL, random_moves
+from tests.moves import layout_named as layout_of
 from triptych.core.errors import ConfigError
-from triptych.core.layout import KeyOrder, PageLayout, default_page_bytes, stored_format
+from triptych.core.layout import KeyOrder, PageLayout, stored_format
 from triptych.kernels import (
     NUMERICS_VERSION,
     append_tokens,
@@ -33,10 +34,6 @@ ORDERS: list[KeyOrder] = ["token", "channel"]
 TOKENS, HEADS = 75, 2
 SMALL = [("fp16", "k8v8/8"), ("k8v8/8", "k8v4"), ("k8v8/8", "k4v2/2"), ("k8v8/4", "fp16/2")]
 """Formats of moves from or to small pages."""
-
-
-def layout_of(name: str, head_dim: int, order: KeyOrder) -> PageLayout:
-    return PageLayout(stored_format(name), head_dim, default_page_bytes(head_dim), order)
 
 
 def scattered(layout: PageLayout, first_page: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,12 +126,34 @@ def test_backends_transcode_to_the_same_bytes(
     for backend, result in zip(BACKENDS, results, strict=True):
         transcode.on(backend)(result, old, new, *where)
     assert torch.equal(results[0], results[1])
-    written = segments(results[1], new)
-    assert torch.equal(written.scores[target_pages.long(), target_rows.long()], scores)
-    assert torch.equal(
-        written.positions[target_pages.long(), target_rows.long()],
-        positions[:, None].expand(-1, HEADS),
-    )
+    if new.is_tracked:
+        written, at = segments(results[1], new), (target_pages.long(), target_rows.long())
+        known = old.is_tracked
+        assert torch.equal(written.scores[at], scores * known)
+        assert torch.equal(written.positions[at], positions[:, None].expand(-1, HEADS) * known)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_without_scores_and_positions_fill_their_pages(
+    backend: str, head_dim: int, order: KeyOrder
+) -> None:
+    """Keys and values are those of tracked tokens; positions are 0, and -1 behind the end."""
+    found = list[tuple[Tensor, Tensor, Tensor]]()
+    key, value = (awkward_vectors(head_dim, torch.float32) for _ in range(2))
+    for name in ("k4v2", UNTRACKED):
+        layout = layout_of(name, head_dim, order)
+        table, pages, rows = scattered(layout, 0)
+        arena = torch.randint(0, 256, (table.numel(), layout.page_bytes), dtype=torch.uint8)
+        positions, scores = torch.arange(TOKENS).int() + 9, torch.rand(TOKENS, HEADS)
+        store_tokens.on(backend)(arena, layout, key, value, pages, rows, positions, scores)
+        tokens = torch.tensor([TOKENS, TOKENS - 20], dtype=torch.int32)
+        found.append(load_tokens.on(backend)(arena, layout, table, tokens))
+    (keys, values, known), (got_keys, got_values, none) = found
+    assert torch.equal(got_keys, keys)
+    assert torch.equal(got_values, values)
+    assert torch.equal(none, known.clamp(max=0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -164,7 +183,7 @@ def test_a_downgrade_by_several_steps_equals_a_direct_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*ALONE, "k8v8/8"])
+@pytest.mark.parametrize("name", [*ALONE, "k8v8/8", UNTRACKED])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_appended_token_equals_one_stored_in_the_slot_of_its_place(
     backend: str, name: str, dtype: torch.dtype

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE
+from tests.moves import ALONE, UNTRACKED
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, LATENT_FORMATS, KeyOrder
 from triptych.kernels import Section, decode_attention
@@ -59,7 +59,7 @@ def check(backend: str, cache: Any, query: Tensor, stored: Sequence[Any], **opti
 
 @pytest.mark.parametrize("order", ["token", "channel"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", [*FORMATS, *LATENT_FORMATS])
+@pytest.mark.parametrize("name", [*FORMATS, *LATENT_FORMATS, UNTRACKED])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_over_pages_equals_dense_attention_over_decoded_tokens(
     backend: str, name: str, head_dim: int, order: KeyOrder, new_cache: NewCache
@@ -91,7 +91,7 @@ def test_all_query_heads_of_a_group_get_an_output(
 
 
 @pytest.mark.parametrize("byte", [0x00, 0x7E, 0xFF, None])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, UNTRACKED])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_unused_bytes_of_pages_do_not_change_the_output(
     backend: str, name: str, byte: int | None, new_cache: NewCache
@@ -110,9 +110,21 @@ def test_sections_of_several_formats_are_one_softmax(
     stored = [
         cache.fill("k8v4", [[90, 0, 33], [0, 0, 1], [0, 64, 7]]),
         cache.fill("k4v2", [[0, 150, 57], [56, 0, 0], [0, 1, 9]]),
+        cache.fill(UNTRACKED, [[0, 150, 64], [56, 0, 65], [0, 1, 9]]),
         cache.fill("fp16", [[64, 1, 26], [13, 1, 0], [1, 0, 14]]),
     ]
     check(backend, cache, torch.randn(3, 9, head_dim), stored)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_needs_pages_with_positions(backend: str, new_cache: NewCache) -> None:
+    cache = new_cache(64)
+    section, slots = cache.fill(UNTRACKED, [[9, 9]]).section, torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ConfigError, match="tokens are tracked"):
+        decode_attention.on(backend)(
+            torch.randn(1, 4, 64), cache.arena, [section], slots,
+            scale=0.125, window=5, positions=slots + 9,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])

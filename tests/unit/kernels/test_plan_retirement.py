@@ -1,6 +1,6 @@
 """Tests of ``plan_retirement`` against DiffKV's Algorithm 1, applied token after token."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -208,3 +208,30 @@ def test_without_thresholds_all_tokens_stay_high(backend: str) -> None:
     assert plan.downgraded.eq(-1).all()
     assert plan.downgraded_places.eq(-1).all()
     assert plan.counts.tolist() == [[[30 + COUNT, 0]] * HEADS]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_low_tokens_that_are_not_tracked_stay(backend: str) -> None:
+    """Their pages are not read: the plan is that of low tokens above the low threshold."""
+    generator = np.random.default_rng()
+    cache, now = Cache(pages=30), 140
+    cache.tokens[..., 0], cache.tokens[..., 1] = 60, 70
+    for head in range(HEADS):
+        for kind, count in enumerate(cache.tokens[0, head].tolist()):
+            positions = list(range(kind * 60, kind * 60 + count))
+            scores = random_scores(generator, positions, now)
+            for place, position in enumerate(positions):
+                score = 1e6 if kind else scores[place]
+                cache.write(head, kind, place, (position, score))
+    limits = torch.tensor([[(1.0 / now, 0.5 / now)] * HEADS], dtype=torch.float64)
+    high, low = cache.section(0), cache.section(1)
+    slots, seen, first = (torch.tensor([n], dtype=torch.int32) for n in (0, now, 20))
+    untracked = replace(low, layout=replace(LOW, is_tracked=False))
+    plans = [
+        plan_retirement.on(backend)(
+            cache.arena, high, one, slots, seen, first, limits, count=COUNT
+        ).numbers
+        for one in (low, untracked)
+    ]
+    assert torch.equal(*plans)
+    assert (plans[0][..., 1] > 70).any()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE, LATENTS
+from tests.moves import ALONE, LATENTS, UNTRACKED
 from triptych.core.errors import ConfigError
 from triptych.core.layout import KeyOrder
 from triptych.kernels import decode_attention, record_scores, score_tokens
@@ -60,6 +60,24 @@ def test_biases_are_no_scores(backend: str, new_cache: NewCache) -> None:
     torch.testing.assert_close(
         scores_of(cache.arena, plain).double(), weights, rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_that_are_not_tracked_get_no_scores(backend: str, new_cache: NewCache) -> None:
+    """Pages of both kinds are one softmax, and those without scores keep their bytes."""
+    cache = new_cache(64)
+    low = cache.fill(UNTRACKED, [[64, 7]])
+    high = cache.fill("k8v4", [[9, 33]])
+    sections, slots = [low.section, high.section], torch.zeros(1, dtype=torch.int32)
+    query, lse = torch.randn(1, 4, 64), torch.empty(1, 4)
+    decode_attention.on(backend)(query, cache.arena, sections, slots, scale=0.125, lse=lse)
+    before = cache.arena.clone()
+    score_tokens.on(backend)(query, cache.arena, sections, slots, lse, scale=0.125, weight=1.0)
+    used = low.section.pages[low.section.pages < len(before)].long()
+    assert torch.equal(cache.arena[used], before[used])
+    weights = (logits(query, high, 0.125, 0.0) - lse.view(1, 2, 2, 1)).exp().amax(2)
+    got = scores_of(cache.arena, high).double()
+    torch.testing.assert_close(got, weights, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

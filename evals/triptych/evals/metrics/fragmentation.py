@@ -42,8 +42,7 @@ def page_waste(handle: KVHandle, plan: PagePlan) -> PageWaste:
     fixed = sum(plan.high.pages(sum(each)) for each in zip(*rows, strict=True))
     return PageWaste(
         used_bytes=sum(
-            sum(row) * layout.format.token_bytes(layout.head_dim)
-            for layout, row in zip(plan.classes, rows, strict=True)
+            sum(row) * layout.token_bytes for layout, row in zip(plan.classes, rows, strict=True)
         ),
         unified_bytes=_bytes(plan.classes, rows),
         fixed_bytes=fixed * plan.page_bytes,

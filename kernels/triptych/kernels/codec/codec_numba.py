@@ -34,7 +34,8 @@ from triptych.kernels.floats import FLOAT, HALF, read_floats
 
 Form = namedtuple("Form", "tokens scores positions page_bytes parts keys values")
 """A page layout: tokens per page, offsets of scores and positions, bytes of a page, pages in one of
-the arena, and ``Part`` of keys, values."""
+the arena, and ``Part`` of keys, values. Offsets are ``UNTRACKED`` if there are none."""
+UNTRACKED = -1
 FORM_WORDS = 5 + 2 * PART_WORDS
 
 SHARED_WORDS = 6
@@ -200,6 +201,8 @@ def _store(job, form, page_id, row, token, head, codes, numbers):
     encode_at(job[KEY], job[KIND], offset, form.keys, page, row, codes, numbers)
     offset = token * job[VALUE_TOKEN_STRIDE] + head * job[VALUE_HEAD_STRIDE]
     encode_at(job[VALUE], job[KIND], offset, form.values, page, row, codes, numbers)
+    if form.scores == UNTRACKED:
+        return
     word_at(page + form.positions, row)[0] = word_at(job[POSITIONS], token)[0]
     score = word_at(page + form.scores, row)
     score[0] = word_at(job[SCORES], token * job[KV_HEADS] + head)[0] if job[SCORES] else 0
@@ -256,6 +259,14 @@ def append(address):
 
 
 @kernel
+def _tracked(form, page, row):
+    """The bits of the score of a token, and its position; 0 if tokens are not tracked."""
+    if form.scores == UNTRACKED:
+        return np.int32(0), np.int32(0)
+    return word_at(page + form.scores, row)[0], word_at(page + form.positions, row)[0]
+
+
+@kernel
 def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes, numbers):
     """Re-encode the token of one slot into another; a slot out of range sets ``BAD``."""
     if not (is_slot(job, source, old_page, old_row) and is_slot(job, target, new_page, new_row)):
@@ -277,8 +288,11 @@ def _transcode(job, source, old_page, old_row, target, new_page, new_row, codes,
         codes,
         numbers,
     )
-    word_at(new + target.scores, new_row)[0] = word_at(old + source.scores, old_row)[0]
-    word_at(new + target.positions, new_row)[0] = word_at(old + source.positions, old_row)[0]
+    if target.scores == UNTRACKED:
+        return
+    score, position = _tracked(source, old, old_row)
+    word_at(new + target.scores, new_row)[0] = score
+    word_at(new + target.positions, new_row)[0] = position
 
 
 @team_body
@@ -379,10 +393,8 @@ def move_pages(address):
         encode_keys(keys, target.keys, new)
         encode_values(values, target.values, new)
         for token in range(room):
-            word_at(new + target.scores, token)[0] = word_at(
-                olds[token] + source.scores, rows[token]
-            )[0]
-            position = word_at(olds[token] + source.positions, rows[token])[0]
+            score, position = _tracked(source, olds[token], rows[token])
+            word_at(new + target.scores, token)[0] = score
             word_at(new + target.positions, token)[0] = position
 
 
@@ -417,7 +429,7 @@ def load(address):
             page = job[ARENA] + np.int64(page_id) * form.page_bytes
             decode(form.keys, page, row, codes, keys[item])
             decode(form.values, page, row, codes, values[item])
-            positions[item] = word_at(page + form.positions, row)[0]
+            _, positions[item] = _tracked(form, page, row)
     memory[0] = 0  # numba frees an array after its last use
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageFormat, PageLayout
 from triptych.kernels.codec import codec_numba
+from triptych.kernels.codec.codec_numba import UNTRACKED
 from triptych.kernels.codec.vectors import (
     BY_CHANNEL,
     COPY,
@@ -278,7 +279,8 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
         limited[1],
     )  # fmt: skip
     page = layout.size_bytes, layout.parts
-    return (layout.tokens, offsets[4], offsets[5], *page, *_coded(*keys), *_coded(*values))
+    tracked = offsets[4:] if layout.is_tracked else (UNTRACKED, UNTRACKED)
+    return (layout.tokens, *tracked, *page, *_coded(*keys), *_coded(*values))
 
 
 @cache

@@ -6,10 +6,14 @@ import triton
 import triton.language as tl
 
 from triptych.kernels.codec import page_codecs
-from triptych.kernels.codec.gpu_slots import placed_slots, rounded_codes, store_metadata
+from triptych.kernels.codec.gpu_slots import (
+    copy_tracked,
+    placed_slots,
+    rounded_codes,
+    store_metadata,
+)
 from triptych.kernels.triton.page_access import (
     numbers_of,
-    positions_of,
     units_at,
 )
 
@@ -44,10 +48,7 @@ def encode_pages(
     live = is_token & (wrong == 0)
     encode_vectors(old, old_row, new, token, live, SOURCE, TARGET, NORMALIZATIONS, True)
     encode_vectors(old, old_row, new, token, live, SOURCE, TARGET, NORMALIZATIONS, False)
-    word = tl.load((old + SOURCE.scores).to(tl.pointer_type(tl.int32)) + old_row, mask=live)
-    tl.store((new + TARGET.scores).to(tl.pointer_type(tl.int32)) + token, word, mask=live)
-    word = positions_of(old, old_row, live, SOURCE)
-    tl.store((new + TARGET.positions).to(tl.pointer_type(tl.int32)) + token, word, mask=live)
+    copy_tracked(old, old_row, new, token, live, SOURCE, TARGET)
 
 
 @triton.jit

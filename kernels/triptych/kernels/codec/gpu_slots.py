@@ -67,9 +67,10 @@ def write_tokens(
     quantize(at, row, page, row, live, None, FORM, True)
     at = value + token.to(tl.int64) * value_token + head.to(tl.int64) * value_head
     quantize(at, row, page, row, live, None, FORM, False)
-    position = tl.load(positions + token, mask=live, other=0)
-    tl.store((page + FORM.positions).to(tl.pointer_type(tl.int32)) + row, position, mask=live)
-    tl.store((page + FORM.scores).to(tl.pointer_type(tl.float32)) + row, score, mask=live)
+    if FORM.is_tracked:
+        position = tl.load(positions + token, mask=live, other=0)
+        tl.store((page + FORM.positions).to(tl.pointer_type(tl.int32)) + row, position, mask=live)
+        tl.store((page + FORM.scores).to(tl.pointer_type(tl.float32)) + row, score, mask=live)
 
 
 @triton.jit
@@ -143,7 +144,19 @@ def rewrite(
     """Copy keys, values, scores and positions of a block of slots into another format."""
     recode(old, old_row, new, new_row, live, SOURCE, TARGET, KEY_CONVERSION, True)
     recode(old, old_row, new, new_row, live, SOURCE, TARGET, VALUE_CONVERSION, False)
-    word = tl.load((old + SOURCE.scores).to(tl.pointer_type(tl.int32)) + old_row, mask=live)
+    if TARGET.is_tracked:
+        copy_tracked(old, old_row, new, new_row, live, SOURCE, TARGET)
+
+
+@triton.jit
+def copy_tracked(
+    old, old_row, new, new_row, live, SOURCE: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
+    """Copy scores and positions; 0 from pages whose tokens are not tracked."""
+    if SOURCE.is_tracked:
+        word = tl.load((old + SOURCE.scores).to(tl.pointer_type(tl.int32)) + old_row, mask=live)
+    else:
+        word = tl.zeros_like(new_row).to(tl.int32)
     tl.store((new + TARGET.scores).to(tl.pointer_type(tl.int32)) + new_row, word, mask=live)
     word = positions_of(old, old_row, live, SOURCE)
     tl.store((new + TARGET.positions).to(tl.pointer_type(tl.int32)) + new_row, word, mask=live)

@@ -59,6 +59,8 @@ def store_tokens(
     values = _coded(value[wanted], form.value_bits, form.value_groups, is_float, limited[1])
     _write_keys(arena, layout, at, keys)
     _write_values(arena, layout, at, values)
+    if not layout.is_tracked:
+        return
     into.positions[at] = positions[:, None].expand_as(pages)[wanted]
     into.scores[at] = torch.zeros_like(wanted, dtype=torch.float32)[wanted]
     if scores is not None:
@@ -102,6 +104,8 @@ def transcode(
 ) -> None:
     """Re-encode tokens from slots of one format into slots of another, with score and position.
 
+    Pages of tokens that are not tracked get neither. Score and position of such tokens become 0.
+
     With equal bits and groups the codes are copied. With fewer bits and the same groups, bits are
     dropped without a second quantization error. Other pairs, and targets that limit numbers, decode
     and quantize again. Source and
@@ -117,7 +121,7 @@ def transcode(
     write = target_pages.long(), target_rows.long()
     old, new = segments(arena, source_layout), segments(arena, target_layout)
     keys, values = _read(old, source, read)
-    scores, positions = old.scores[read], old.positions[read]
+    scores, positions = _tracked(old, source_layout, read)
     is_float = target.has_float_codes
     is_clipped = target.is_clipped
     limited = target.limited_numbers(target_layout.head_dim) if is_clipped else (None, None)
@@ -127,7 +131,15 @@ def transcode(
     )
     _write_keys(arena, target_layout, write, keys)
     _write_values(arena, target_layout, write, values)
-    new.scores[write], new.positions[write] = scores, positions
+    if target_layout.is_tracked:
+        new.scores[write], new.positions[write] = scores, positions
+
+
+def _tracked(parts: Segments, layout: PageLayout, at: Slots) -> tuple[Tensor, Tensor]:
+    """Scores and positions of some slots; 0 if tokens are not tracked."""
+    if layout.is_tracked:
+        return parts.scores[at], parts.positions[at]
+    return torch.zeros_like(at[1], dtype=torch.float32), torch.zeros_like(at[1]).int()
 
 
 def move_tokens(
@@ -205,7 +217,7 @@ def _move_pages(
     if form.is_balanced:
         new.token_scales[pages] = made.token_scales
         new.channel_scales[pages] = made.channel_scales
-    new.scores[pages], new.positions[pages] = old.scores[read], old.positions[read]
+    new.scores[pages], new.positions[pages] = _tracked(old, source.layout, read)
 
 
 def round_tokens(
@@ -283,7 +295,7 @@ def load_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decode whole head rows to keys, values and positions, padded to the longest row.
 
-    Padding has keys and values 0 and positions -1.
+    Padding has keys and values 0 and positions -1. Tokens that are not tracked have position 0.
 
     Shapes:  arena [P, page_bytes]; pages [R, M]; tokens [R] -> key, value [R, N, d],
              positions [R, N], with N the largest of ``tokens``
@@ -299,7 +311,7 @@ def load_tokens(
         key, value = _read_from_pages(part, layout, page, row)
     else:
         key, value = map(decode, _read(part, layout.format, (page, row)))
-    positions = part.positions[page, row].view_as(live).where(live, -1)
+    positions = _tracked(part, layout, (page, row))[1].view_as(live).where(live, -1)
     shape = (*live.shape, layout.head_dim)
     dead = ~live[..., None]
     return (

@@ -13,6 +13,8 @@ from triptych.kernels.codegen.numba_runtime import inlined, kernel, prefetch
 from triptych.kernels.compact.retire import NONE, Retirement
 from triptych.kernels.pages import Section, check_arena, check_indices
 
+UNTRACKED = -1
+"""Offset of the scores of pages that have none."""
 AHEAD = 4
 """Pages that are prefetched ahead."""
 LINE = 64
@@ -96,8 +98,11 @@ def _no_table(like: Section) -> tuple:
 
 
 def _offsets(arena: Tensor, layout: PageLayout) -> np.ndarray:
-    """Tokens of a page, and offsets of its scores and positions in words of 4 bytes."""
+    """Tokens of a page, and offsets of its scores and positions in words of 4 bytes; these are
+    ``UNTRACKED`` if it has none."""
     check_arena(arena, layout)
+    if not layout.is_tracked:
+        return np.array([layout.tokens, UNTRACKED, UNTRACKED])
     return np.array([layout.tokens, layout.offsets[4] // 4, layout.offsets[5] // 4])
 
 
@@ -188,8 +193,13 @@ def _leaving_tokens(row, first, end, is_high, is_low):
 
 @kernel
 def _least(row, end, limit, wanted):
-    """At most ``wanted`` tokens before position ``end`` below ``limit``, in ascending order."""
+    """At most ``wanted`` tokens before position ``end`` below ``limit``, in ascending order.
+
+    None of those that are not tracked.
+    """
     words, numbers, layout, pages, count, seen = row
+    if layout[1] == UNTRACKED:
+        wanted = 0
     room, scores, positions = layout[0], layout[1], layout[2]
     places, means, found = np.empty(wanted, np.int32), np.empty(wanted, np.float32), 0
     for start in range(0, count if wanted > 0 and limit > 0 else 0, room):

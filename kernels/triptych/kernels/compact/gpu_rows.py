@@ -79,10 +79,11 @@ def retire_tokens(
             low_table, low_tokens, slots, low_slots, low_width, low_by_slot, low_by_head,
             low_count_slot, low_count_head, tl.program_id(2), tl.program_id(1),
         )  # fmt: skip
-        dropped_low, _bits, n_out, _rest = least_tokens(
-            arena, page_count, table, width, low_by_page, n_low, seen, -1, 2**31 - 1,
-            is_low, is_low, to_low, LOW, LOW_BACKWARD, False, COUNT, TILE,
-        )  # fmt: skip
+        if LOW.is_tracked:
+            dropped_low, _bits, n_out, _rest = least_tokens(
+                arena, page_count, table, width, low_by_page, n_low, seen, -1, 2**31 - 1,
+                is_low, is_low, to_low, LOW, LOW_BACKWARD, False, COUNT, TILE,
+            )  # fmt: skip
     n_downgraded = n_leaving + n_victims
     downgraded = tl.where(order < n_leaving, leaving, picked(victims, order - n_leaving))
     is_low_victim = (tl.cast(bits, tl.float32, bitcast=True).to(tl.float64) >= is_low).to(tl.int32)

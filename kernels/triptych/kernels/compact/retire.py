@@ -87,6 +87,8 @@ def plan_retirement(
       low threshold.
     - Below both thresholds: the token is dropped.
 
+    Low tokens that are not tracked stay, whatever the low threshold is.
+
     ``limits``: the high and the low threshold of each head row.
 
     A new token takes the place of a token that left high, so the high pages have no gaps.
@@ -103,7 +105,7 @@ def plan_retirement(
     rows = [
         _plan_row(
             row_tokens(arena, high, int(slots[r]), head, int(now[r])),
-            row_tokens(arena, low, int(slots[r]), head, int(now[r])) if low is not None else [],
+            _low_tokens(arena, low, int(slots[r]), head, int(now[r])),
             range(int(first_leaving[r]), int(first_leaving[r]) + count),
             float(limits[r, head, 0]),
             float(limits[r, head, 1]),
@@ -143,6 +145,16 @@ def _plan_row(
     ]
     unused = [NONE] * (len(leaving_positions) - len(downgraded))
     return [*counts, *downgraded, *behind, *downgraded, *unused, *downgraded_places, *unused]
+
+
+def _low_tokens(arena: Tensor, low: Section | None, slot: int, head: int, now: int) -> list[Token]:
+    """The low tokens of one head row; of those that are not tracked the significance is infinite,
+    so that none is dropped."""
+    if low is None:
+        return []
+    if low.layout.is_tracked:
+        return row_tokens(arena, low, slot, head, now)
+    return [(-1, float("inf"))] * int(low.tokens[slot, head])
 
 
 def _least(tokens: list[tuple[float, int]], limit: float, count: int) -> list[int]:

@@ -16,7 +16,7 @@ from triptych.kernels.codegen.jobs import Job
 from triptych.kernels.decode import flash_decoding, reference
 from triptych.kernels.decode.page_step import PageStep, page_step_address, scratch_floats
 from triptych.kernels.page_lists import PageLists, page_list_words
-from triptych.kernels.pages import Section, check_arena, check_indices
+from triptych.kernels.pages import Section, check_arena, check_indices, check_window
 
 
 def decode_attention(
@@ -226,6 +226,7 @@ def _table(arena: Tensor, sections: Sequence[Section], spec: StepSpec) -> Table:
     heads, dim, transform, is_scoring = spec
     kv_heads = sections[0].tokens.shape[1]
     group = heads // kv_heads
+    check_window(sections, transform.window)
     for section in sections:
         check_arena(arena, section.layout)
         _check_section(section, kv_heads, dim)

@@ -15,7 +15,7 @@ from triptych.kernels.decode.gpu_runs import attend_sections, merge_runs, record
 from triptych.kernels.decode.reference import scored_sections
 from triptych.kernels.hadamard import block_size
 from triptych.kernels.page_lists import PageLists, check_page_lists
-from triptych.kernels.pages import Section, check_arena, check_indices
+from triptych.kernels.pages import Section, check_arena, check_indices, check_window
 from triptych.kernels.triton.launch import (
     Launch,
     check_device,
@@ -401,6 +401,7 @@ def _prepare(
     check_device(name, query, arena, slots, positions, lse)
     if window > 0 and positions is None:
         raise ConfigError(f"{name}: a window needs the positions of the queries")
+    check_window(sections, window)
     if heads > kv_heads * Geometry(1, kv_heads, dim).gpu_group or heads % kv_heads:
         raise ConfigError(
             f"{name}: head_dim {dim}, {heads} query heads on {kv_heads} KV heads: GPU kernels take "

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from triptych.kernels.codec import reference as codec
 from triptych.kernels.page_lists import PageLists, check_page_lists
-from triptych.kernels.pages import Section, segments
+from triptych.kernels.pages import Section, check_window, segments
 
 
 def decode_attention(
@@ -157,6 +157,7 @@ def _logits(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [R, KH, G, N] with -inf where hidden, values [R, KH, N, d], positions [R, KH, N]."""
     rows, _, dim = query.shape
+    check_window(sections, window)
     loaded = [_load(arena, section, slots) for section in sections]
     key, value, known, bias = (torch.cat(parts, 2) for parts in zip(*loaded, strict=True))
     grouped = query.float().view(rows, key.shape[1], -1, dim)

@@ -299,9 +299,13 @@ def biased(logits, page, row, live, FORM: tl.constexpr):
 
 @triton.jit
 def positions_of(page, row, live, FORM: tl.constexpr):
-    """Positions of a tile's tokens, -1 for those that are not live."""
-    at = (page + FORM.positions).to(tl.pointer_type(tl.int32)) + row
-    return tl.load(at, mask=live, other=-1)
+    """Positions of a tile's tokens, -1 for those that are not live, 0 if they are not tracked."""
+    if FORM.is_tracked:
+        at = (page + FORM.positions).to(tl.pointer_type(tl.int32)) + row
+        position = tl.load(at, mask=live, other=-1)
+    else:
+        position = tl.where(live, 0, -1)
+    return position
 
 
 @triton.jit

@@ -67,6 +67,8 @@ class Form:
     has_bias: bool
     """Whether logit biases are in the place of scores."""
     positions: int
+    is_tracked: bool
+    """Whether tokens have scores, or biases, and positions."""
     page_tile: int
     """The smallest power of two that is at least ``tokens`` and ``MIN_DOT``."""
     by_tile: bool
@@ -157,6 +159,7 @@ def _form_of(layout: PageLayout, has_asm: bool) -> Form:
         scores=at[4],
         has_bias=layout.has_bias,
         positions=at[5],
+        is_tracked=layout.is_tracked,
         page_tile=max(MIN_DOT, power_of_two(layout.tokens)),
         by_tile=form.key_bits == 16
         or (layout.tokens < MIN_DOT and form.key_bits == form.value_bits == 8),

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE, LATENTS, PAIRS, WHOLE, random_moves, whole_moves
+from tests.moves import ALONE, LATENTS, PAIRS, UNTRACKED, WHOLE, random_moves, whole_moves
+from tests.moves import layout_named as layout_of
 from triptych.core.errors import ConfigError
-from triptych.core.layout import KeyOrder, PageLayout, default_page_bytes, stored_format
+from triptych.core.layout import KeyOrder, PageLayout
 from triptych.kernels import (
     append_tokens,
     load_tokens,
@@ -18,14 +19,10 @@ from triptych.kernels import (
 )
 
 TOKENS, HEADS = 37, 2
-WAYS = [(64, "token", name) for name in (*ALONE, *LATENTS)] + [
+WAYS = [(64, "token", name) for name in (*ALONE, *LATENTS, UNTRACKED)] + [
     *product((64,), ("channel",), ("k8v4", "k4v2")),
     *product((16, 96, 128, 256), ("token",), ("fp16", "k8v8", "k4v2")),
 ]
-
-
-def layout_of(name: str, head_dim: int, order: KeyOrder) -> PageLayout:
-    return PageLayout(stored_format(name), head_dim, default_page_bytes(head_dim), order)
 
 
 def scattered(layout: PageLayout, first_page: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +145,7 @@ def test_a_page_out_of_order_is_not_written(device: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*ALONE, "k8v8/8"])
+@pytest.mark.parametrize("name", [*ALONE, "k8v8/8", UNTRACKED])
 def test_appending_writes_the_bytes_of_the_reference(
     name: str, dtype: torch.dtype, device: Any
 ) -> None:

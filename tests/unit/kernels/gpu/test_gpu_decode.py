@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moves import ALONE, LATENTS
+from tests.moves import ALONE, LATENTS, UNTRACKED
 from triptych.core.errors import ConfigError
 from triptych.core.layout import FORMATS, KeyOrder
 from triptych.kernels import Section, attend_rotated, decode_attention, rotate_back
@@ -131,7 +131,7 @@ def test_biases_are_added_to_logits_after_the_cap(
 
 
 @pytest.mark.parametrize("byte", [0x00, 0x7E, 0xFF, None])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, UNTRACKED])
 def test_unused_bytes_of_pages_do_not_change_the_output(
     name: str, byte: int | None, device: Any, new_cache: NewCache
 ) -> None:

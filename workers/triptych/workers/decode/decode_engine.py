@@ -164,6 +164,7 @@ class DecodeEngine:
             self._sections,
             self._memory,
             self._selector,
+            self._output_cache,
         )
 
     @cached_property

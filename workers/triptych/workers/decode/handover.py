@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from triptych.core.config import SelectionConfig
 from triptych.core.errors import MessageError, StaleHandle
 from triptych.core.handles import LeaseRef, PageRun
-from triptych.core.messages import ROUTER, Floor, Join, Preempted, Request, Resume, Resumed, Send
+from triptych.core.messages import ROUTER, Join, Preempted, Request, Resume, Resumed, Send
 from triptych.core.policy import Policy, Thresholds
 from triptych.kvpool import About, WorkerPool
 from triptych.workers.decode.checkpoint import MAX_PLUGIN_MEMORY, Checkpoint
+from triptych.workers.decode.output_cache import OutputCache
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.plugins.pipeline import Pipeline, selection_for
 from triptych.workers.decode.plugins.plugin import ALPHA_LOW, EXIT_DEPTH, EXIT_ENTROPY
@@ -53,11 +54,13 @@ class RequestHandover:
         sections: Sections,
         memory: DevicePages,
         selector: Selector | None,
+        output_cache: OutputCache | None,
     ) -> None:
         self._pool, self._outputs = pool, outputs
         self._selection, self._pipeline = selection, pipeline
         self._checkpoint, self._sections = checkpoint, sections
         self._memory, self._selector = memory, selector
+        self._output_cache = output_cache
         self._max_requests = max_requests
         # First in, first out: the finished output of a slot stays in the checkpoint for longest.
         self._free_slots = deque(range(max_requests))
@@ -248,11 +251,18 @@ class RequestHandover:
         return StepOptions(
             plugins,
             selection_for(self._selection, plugin_overrides),
-            thresholds=_thresholds(request.floor, plan.policy, set_to.get(ALPHA_LOW, 0.0)),
+            thresholds=Thresholds()
+            if self._stays_high(request)
+            else _thresholds(plan.policy, set_to.get(ALPHA_LOW, 0.0)),
             most_tokens=_most_tokens(request, plan.policy),
             exit_entropy=set_to.get(EXIT_ENTROPY, 0.0),
             exit_layers=max(1, round(set_to.get(EXIT_DEPTH, 1.0) * plan.geometry.layers)),
         )
+
+    def _stays_high(self, request: Request) -> bool:
+        """Whether no token of a request is downgraded while it generates."""
+        cache = self._output_cache
+        return request.floor == "high" or (cache is not None and cache.keeps_high(request))
 
     def _output(self, message: Join) -> OutputProcessor:
         output = self._outputs.start(message.request)
@@ -322,10 +332,8 @@ def _tables_of(method: MethodTables, runs: Sequence[PageRun]) -> list[SectionTab
     return tables
 
 
-def _thresholds(floor: Floor, policy: Policy, least_alpha_low: float) -> Thresholds:
+def _thresholds(policy: Policy, least_alpha_low: float) -> Thresholds:
     """Thresholds of the output tokens; ``least_alpha_low``: that of a step plug-in."""
-    if floor == "high":
-        return Thresholds()
     known = policy.answer_thresholds
     return known._replace(alpha_low=max(known.alpha_low, least_alpha_low))
 

@@ -64,6 +64,8 @@ class SlotTokenSource:
     ) -> "SlotTokenSource | None":
         """The tokens of a slot in ``span``; None if a head row has dropped any token.
 
+        None too if one of them is in a page without positions.
+
         Tokens behind a dropped one were computed without it, so other requests cannot use them.
         Those that a layer with a sliding window dropped because no later token reads them do not
         count, unless they are among ``in_windows``, which are wanted of these layers.
@@ -78,6 +80,8 @@ class SlotTokenSource:
         found = np.full((3, rows, end - first), -1, np.int32)
         for index, table in enumerate(tables):
             pages = table.pages[:, slot].reshape(rows, -1)
+            if not table.layout.is_tracked:
+                continue
             counts, each = table.tokens[:, slot].reshape(rows), table.layout.tokens
             pages = pages[:, : table.layout.pages(int(counts.max()))]
             places: Ids = np.arange(pages.shape[1] * each, dtype=np.int32)
@@ -179,6 +183,14 @@ class OutputCache:
         """Whether the output of a request is published."""
         plan = self.store.plan.of_method(request.method)
         return plan.publishes_answers and (self.mode == "always" or bool(request.session))
+
+    def keeps_high(self, request: Request) -> bool:
+        """Whether no token may be downgraded while the output of a request is generated.
+
+        It will be published, and its low tokens would not be found, since they have no positions.
+        """
+        low = self.store.plan.of_method(request.method).low
+        return low is not None and not low.is_tracked and self.should_publish(request)
 
     def publish_next(self, finished: FinishedOutput) -> bool:
         """Publish the next block of an output; True if none is left.

@@ -18,12 +18,11 @@ import numpy as np
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.config import AppConfig
 from triptych.core.handles import KVHandle
-from triptych.core.layout import PageLayout, page_format
 from triptych.core.messages import Compressed, Message, Sampling
 from triptych.core.pages import PagePlan
 from triptych.evals.data.texts import documents
 from triptych.evals.data.vocabulary import Vocabulary
-from triptych.evals.metrics.footprint import TABLE_ENTRY_BYTES, of_handle
+from triptych.evals.metrics.footprint import TABLE_ENTRY_BYTES, layout_of, of_handle
 from triptych.loadgen.report.host import host_info
 from triptych.workers.local import LocalServer
 from triptych.workers.models.store.model_store import resolve
@@ -56,12 +55,12 @@ class Row:
         self.full_bytes += foot.full_bytes
         self.all_in_bytes += foot.all_in_bytes
         for run in handle.runs:
-            form, tokens = page_format(run.format), np.frombuffer(run.tokens, "<i4")
-            layout = PageLayout(form, dim, plan.page_bytes, parts=run.parts)
+            layout, tokens = layout_of(run, plan), np.frombuffer(run.tokens, "<i4")
+            form = layout.format
             stored, entries = int(tokens.sum()), int((-(-tokens // layout.tokens)).sum())
             data = stored * form.read_bytes(dim)
             self.data_bytes[form.name] = self.data_bytes.get(form.name, 0) + data
-            self.score_bytes += stored * (form.token_bytes(dim) - form.read_bytes(dim))
+            self.score_bytes += stored * (layout.token_bytes - form.read_bytes(dim))
             self.table_bytes += (entries + len(tokens)) * TABLE_ENTRY_BYTES
         used = sum(self.data_bytes.values()) + self.score_bytes + self.table_bytes
         self.unfilled_bytes = self.all_in_bytes - used

@@ -138,3 +138,40 @@ def test_layers_at_once_change_only_after_a_bound(
     made = replace(plan(geometry), chunk_tokens=chunk, layers_at_once=at_once)
     if made.layers_of(tokens) != made.layers_of(tokens + 1):
         assert tokens in made.layer_group_bounds
+
+
+LOW = {"policy": "diffkv", "high_format": "k8v4", "low_format": "k4v2"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tracks"),
+    [
+        ({}, False),
+        ({"decode": {"selection": {"method": "moments"}}}, True),
+        ({"decode": {"plugins": ["prune"]}}, True),
+        ({"compressor": {**LOW, "alpha_high": 2.0, "alpha_low": 0.1}}, True),
+        ({"compressor": {**LOW, "policy": "leankv", "mass_high": 0.9}}, True),
+        ({"compressor": {**LOW, "high_window_tokens": 63}}, True),
+        (
+            {
+                "compressor": {**LOW, "high_window_tokens": 63},
+                "pool": {"keep_answers": "never"},
+            },
+            False,
+        ),
+    ],
+)
+def test_low_tokens_are_tracked_if_they_may_leave_or_are_asked_for(
+    settings: dict[str, object], tracks: bool
+) -> None:
+    made = PagePlan.of(AppConfig.from_mapping({"compressor": LOW} | settings), SMOLLM2)
+    assert made.low is not None
+    assert made.low.is_tracked == tracks
+    assert made.low.tokens == (56 if tracks else 64)
+
+
+def test_low_tokens_of_layers_with_windows_are_tracked() -> None:
+    windowed = replace(SMOLLM2, windows=(512, 0) * 15)
+    made = PagePlan.of(AppConfig.from_mapping({"compressor": LOW}), windowed)
+    assert made.low is not None
+    assert made.low.is_tracked

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from triptych.core.handles import KVHandle
-from triptych.core.layout import PageLayout, stored_format
+from triptych.core.handles import KVHandle, PageRun
+from triptych.core.layout import PageLayout
 from triptych.core.pages import PagePlan
 from triptych.evals.data.cases import Footprint
 
@@ -21,15 +21,15 @@ def of_handle(handle: KVHandle, plan: PagePlan) -> Footprint:
     keys) is not.
     """
     runs = [
-        (
-            PageLayout(
-                stored_format(run.format), plan.geometry.head_dim, plan.page_bytes, parts=run.parts
-            ),
-            np.frombuffer(run.tokens, "<i4").tolist(),
-        )
-        for run in handle.runs
+        (layout_of(run, plan), np.frombuffer(run.tokens, "<i4").tolist()) for run in handle.runs
     ]
     return of_rows(runs, plan.raw_bytes(handle.tokens))
+
+
+def layout_of(run: PageRun, plan: PagePlan) -> PageLayout:
+    """The layout of the pages of a run."""
+    layouts = (plan.raw, plan.recent, *plan.classes)
+    return next(one for one in layouts if (one.format.name, one.parts) == (run.format, run.parts))
 
 
 def of_rows(runs: Iterable[tuple[PageLayout, Iterable[int]]], full_bytes: int) -> Footprint:

@@ -6,6 +6,7 @@ run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -386,8 +387,17 @@ def _pages(layout: PageLayout) -> Tensor:
 
 
 def _sections(served: ServedLayouts, kind: Kind, width: int = 300) -> list[Section]:
-    """The sections of a method; pages of the window come last first if ``kind`` has one."""
-    return [_section(layout, kind, width, backward=back) for layout, back in served.sections]
+    """The sections of a method; pages of the window come last first if ``kind`` has one.
+
+    With a window all tokens are tracked.
+    """
+    tracked = kind.window > 0
+    return [
+        _section(
+            replace(layout, is_tracked=layout.is_tracked or tracked), kind, width, backward=back
+        )
+        for layout, back in served.sections
+    ]
 
 
 def _section(
@@ -400,7 +410,8 @@ def _section(
 def _named(layout: PageLayout) -> str:
     """Format and head size of a layout, and what else tells it from others."""
     small, biased = " small" * (layout.parts > 1), " biased" * layout.has_bias
-    return f"{layout.format.name}{small}{biased} d{layout.head_dim}"
+    untracked = " untracked" * (not layout.is_tracked)
+    return f"{layout.format.name}{small}{biased}{untracked} d{layout.head_dim}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -163,6 +163,19 @@ def test_what_would_mislead_the_next_turn_is_not_kept(
     assert counted == [skipped]
 
 
+def test_an_answer_that_is_kept_stays_high_where_low_tokens_have_no_positions(
+    tiny_model: Path,
+) -> None:
+    first = prompt(300)
+    with LocalServer(config("diffkv", {"high_window_tokens": 64}), tiny_model) as server:
+        assert server.plan.low is not None
+        assert not server.plan.low.is_tracked
+        output_tokens = ask(server, first)
+        again = ask(server, [*first, *output_tokens.tokens, 5])
+        assert again.cached_tokens == whole(server, 449)
+        assert server.prefixes_skipped == {}
+
+
 def test_a_cancel_meets_an_answer_that_is_being_kept(tiny_model: Path) -> None:
     with LocalServer(config("diffkv"), tiny_model) as server:
         for seed in range(6):

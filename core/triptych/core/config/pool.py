@@ -64,7 +64,8 @@ class PoolConfig:
     keep_answers: Literal["always", "sessions", "never"] = "sessions"
     """Which answers are added to the prefix cache, so that the next turn of a conversation need not
     prefill them: all (``always``), those of requests with a ``session_id`` (``sessions``), or none
-    (``never``)."""
+    (``never``). While such a request generates, none of its tokens is downgraded if low tokens have
+    no positions, by which its answer is found."""
 
     session_ttl_s: float = 300.0
     """Seconds after the last turn of a conversation with a ``session_id`` during which its prefixes

@@ -194,9 +194,8 @@ def test_a_cancel_meets_an_answer_that_is_being_kept(tiny_model: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_come_back_in_order_from_wherever_they_were(policy: str, seed: int) -> None:
     settings = {"compressor": {"profile": "none", **POLICIES[policy]}}
-    plan = replace(
-        PagePlan.of(AppConfig.from_mapping(settings), Geometry(2, 2, 32)), prefix_bytes=1 << 20
-    )
+    made = PagePlan.of(AppConfig.from_mapping(settings), Geometry(2, 2, 32))
+    plan = replace(made, prefix_bytes=1 << 20, reads_low_tokens=True)
     size, rows = plan.block_tokens, plan.geometry.head_rows
     stored = 3 * size + 7
     limits = PrefixSettings(block_tokens=size, total_bytes=1 << 20, tenant_bytes=1 << 20)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.moves import UNTRACKED
 from triptych.core.layout import PageLayout
 from triptych.kernels import plan_retirement
 from triptych.kernels.pages import segments
@@ -22,16 +23,20 @@ def set_scores(arena: Tensor, layout: PageLayout, pages: Tensor, now: int) -> No
 
 
 def check(
-    device: Any, new_cache: NewCache, counts: list[list[list[int]]], alphas: tuple[float, float]
+    device: Any,
+    new_cache: NewCache,
+    counts: list[list[list[int]]],
+    alphas: tuple[float, float],
+    low_name: str = "k4v2",
 ) -> None:
     """Compare all integers of a plan to the reference; ``counts[kind][slot][head]``: tokens."""
     cache, now = new_cache(64, pages=120), torch.tensor([900, 800], dtype=torch.int32)
     first_leaving = torch.tensor([3, 60], dtype=torch.int32)
     stored = [
         cache.fill(name, tokens).section
-        for name, tokens in zip(("k8v4", "k4v2"), counts, strict=False)
+        for name, tokens in zip(("k8v4", low_name), counts, strict=False)
     ]
-    for section in stored:
+    for section in (one for one in stored if one.layout.is_tracked):
         used = section.pages[section.pages < 2**30].unique().long()
         set_scores(cache.arena, section.layout, used, 800)
     if len(stored) > 1:
@@ -64,6 +69,13 @@ def test_retirement_plans_equal_those_of_the_reference(
     counts: list[list[list[int]]], alphas: tuple[float, float], device: Any, new_cache: NewCache
 ) -> None:
     check(device, new_cache, counts, alphas)
+
+
+@pytest.mark.parametrize("alphas", [(3.0, 0.0), (1.0, 0.3)])
+def test_low_tokens_that_are_not_tracked_stay(
+    alphas: tuple[float, float], device: Any, new_cache: NewCache
+) -> None:
+    check(device, new_cache, MANY, alphas, UNTRACKED)
 
 
 def test_without_a_low_section_new_tokens_are_appended(device: Any, new_cache: NewCache) -> None:

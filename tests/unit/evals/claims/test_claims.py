@@ -65,7 +65,7 @@ def test_a_unified_page_wastes_less_than_a_page_of_each_class_and_row(seed: int)
     generator = np.random.default_rng(seed)
     high, low = generator.integers(0, 300, (2, 2)).tolist()
     waste = page_waste(handle(1000, k8v8=[0, 0], k8v4=high, k4v2=low), PLAN)
-    used = sum(high) * PLAN.high.format.token_bytes(64) + sum(low) * 64
+    used = sum(high) * PLAN.high.token_bytes + sum(low) * 56
     assert waste.used_bytes == used
     assert waste.unified_bytes - used < 4 * PLAN.page_bytes
     assert waste.fixed_bytes == PLAN.page_bytes * sum(
@@ -73,10 +73,10 @@ def test_a_unified_page_wastes_less_than_a_page_of_each_class_and_row(seed: int)
     )
 
 
-def test_low_tokens_in_slots_of_the_high_format_waste_nearly_half() -> None:
+def test_low_tokens_in_slots_of_the_high_format_waste_half() -> None:
     waste = page_waste(handle(6400, k8v8=[0, 0], k8v4=[0, 0], k4v2=[3200, 3200]), PLAN)
     assert waste.unified_waste < 0.03
-    assert waste.fixed_waste == pytest.approx(1 - 64 / 112)
+    assert waste.fixed_waste == pytest.approx(1 - 56 / 112)
 
 
 @pytest.fixture(scope="module")

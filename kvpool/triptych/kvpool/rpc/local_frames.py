@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _LENGTH = Struct("!I")
 _ANSWER = Struct("!I?")
 _BACKLOG = 128
+MAX_CONNECTIONS = 256
+"""Connections, and threads, of a server; others wait until one of them closes."""
 _STOP_S = 0.5
 """How long ``stop`` waits for the answers that are under way."""
 SUFFIX = ".calls"
@@ -38,13 +40,16 @@ def call_socket(address: str) -> Path | None:
 class CallServer:
     """Answers frames, with a thread for each connection."""
 
-    def __init__(self, answer: Answer, path: Path, max_bytes: int) -> None:
-        """Listen; the socket file of a dead process is replaced.
+    def __init__(
+        self, answer: Answer, path: Path, max_bytes: int, most: int = MAX_CONNECTIONS
+    ) -> None:
+        """Listen; the socket file of a dead process is replaced. ``most``: connections at a time.
 
         Raises: OSError
         """
         self._answer, self._path, self._max_bytes = answer, path, max_bytes
         self._connections = dict[socket.socket, threading.Thread]()
+        self._free = threading.BoundedSemaphore(most)
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -66,7 +71,7 @@ class CallServer:
 
     def _accept(self) -> None:
         with suppress(OSError):  # it is closed
-            while True:
+            while self._free.acquire():
                 connection, _ = self._listener.accept()
                 thread = threading.Thread(
                     target=self._serve, args=[connection], name="pool-call", daemon=True
@@ -85,6 +90,7 @@ class CallServer:
                     break
                 connection.sendall(self._reply(frame))
         self._connections.pop(connection, None)
+        self._free.release()
 
     def _reply(self, frame: bytes) -> bytes:
         try:

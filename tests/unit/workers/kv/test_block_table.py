@@ -130,7 +130,9 @@ def test_no_page_is_lost_and_none_is_named_twice(
     """The pool is too small for all slots at their longest, so it runs dry again and again."""
     random.seed(int(alpha_high * 10 + window))
     geometry = Geometry(layers=1, kv_heads=2, head_dim=64)
-    slots = Slots(PagePlan(geometry, 1792, policy(alpha_high, alpha_low, window)))
+    slots = Slots(
+        PagePlan(geometry, 1792, policy(alpha_high, alpha_low, window), reads_low_tokens=True)
+    )
     dry = rounds = 0
     while rounds < 10_000 // 3 + 1:
         slot = random.randrange(SLOTS)
@@ -166,7 +168,7 @@ def test_thresholds_of_answers_are_scaled_by_head_row() -> None:
     random.seed(5)
     geometry = Geometry(layers=1, kv_heads=2, head_dim=64)
     scaled = replace(policy(1.0, 0.0, 20), alpha_scales=(0.0, 1e6))
-    slots = Slots(PagePlan(geometry, 1792, scaled))
+    slots = Slots(PagePlan(geometry, 1792, scaled, reads_low_tokens=True))
     for _ in range(LONGEST):
         slots.step(0)
     assert slots.low.tokens[0, 0, 0] == 0

@@ -60,6 +60,7 @@ from triptych.router import RequestAttempts, Scheduler
 from triptych.router.passes.migration import can_move
 from triptych.router.state.request_table import State
 from triptych.workers.device import CPU
+from triptych.workers.encode.encode_engine import EncodeEngine
 
 ROLES = ("pool", "router", "prefill", "compress", "decode", "decode")
 WITH_IMAGES = (*ROLES, "encode")
@@ -136,7 +137,7 @@ class Cluster:
                 "actor": each,
                 "profile": "none",
                 **DIFFKV,
-                "alpha_low": 0.008,
+                "alpha_low": 0.002,
                 "methods": list(methods),
                 "learned": networks_beside(model),
                 **classes,
@@ -350,7 +351,7 @@ class Cluster:
             return [str(error)]
         if ledger.request_pages != ledger.prefix_pages:
             wrong.append(f"requests hold pages: {ledger.by_request}")
-        if self._driver and self._driver.done:
+        if self._driver and self._revokes and self._driver.done:
             wrong.append(f"{self._driver.done} late writes of dead workers came to pages of others")
         if only_prefixes and ledger.extent_pages:
             wrong.append(f"workers that left hold {ledger.extent_pages} pages")
@@ -479,11 +480,15 @@ async def be_router(plan: AppPlan, taken: Any, index: int, *, is_lowering: bool)
 
 
 class Worker(WorkerReplica):
-    """A worker that lets others see how many pages it has in use."""
+    """A worker that lets others see how many pages it has in use, beside its cache of features."""
 
     @property
     def pages_in_use(self) -> int:
-        return ABSENT if self._pool.is_lost else self._pool.allocated_pages
+        if self._pool.is_lost:
+            return ABSENT
+        engines = self._loop._engines
+        cached = sum(one.cache._used for one in engines if isinstance(one, EncodeEngine))
+        return self._pool.allocated_pages - cached
 
     def queue_writes(self) -> None:
         """Leave writes to pages of this worker's requests to its device."""

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.faults.cluster import Answer, Cluster
+from tests.integration.faults.points import Point
+from tests.integration.faults.trial import Trials
 from tests.tiny import save_tiny_model
 from tests.tiny_vision import Reference, random_images, save_tiny_vision_model
 from triptych.core.images import Image, expand_images
@@ -80,6 +82,18 @@ async def test_prefixes_takeovers_and_the_next_pool(tmp_path: Path) -> None:
         assert [one.tokens for one in await crowd(cluster, "after")] == tokens
         assert cluster.ledger().prefix.hits - after.prefix.hits == CLIENTS
         assert sum(cluster.deaths.values()) == 2, cluster.deaths
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(600)
+async def test_without_revocation_late_writes_come_to_pages_of_others(tmp_path: Path) -> None:
+    """So the points would show it."""
+    async with Cluster(save_tiny_model(tmp_path), on_devices=True, revokes=False) as cluster:
+        trials = await Trials.of(cluster)
+        for place in ("read a chunk", "get pages", "commit"):
+            await trials.run(Point("prefill", "before", place), seed=0)
+        assert cluster.late_writes["refused"] == 0
+        assert cluster.late_writes["done"] > 0
 
 
 IMAGES = random_images(5, seed=3)

@@ -1,6 +1,7 @@
 """The tiny model, and folders called ``gpu``: on a GPU, or on the CPU in Triton's interpreter."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.learned import save_networks
 from tests.tiny import save_tiny_model
+from triptych.workers.models.weights import shared_tiles
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -35,3 +37,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = save_tiny_model(tmp_path_factory.mktemp("tiny"))
     save_networks(model)
     return model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tiles_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Files of small models do not push those of real ones out of the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_tiles, "writable_cache_dir", lambda: folder)
+        yield

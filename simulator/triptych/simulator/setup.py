@@ -1,8 +1,8 @@
 """Setup of a simulation: workers, machines, memory and jobs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from triptych.core.config import EncodeConfig, RouterConfig, require
 from triptych.core.layout import Geometry, default_page_bytes
@@ -19,6 +19,9 @@ DIFFKV = Policy(
 Group = tuple[str, str, tuple[Stage, ...]]
 """Address, arena and stages of one worker."""
 
+
+KNOWN_PAGES = 1 << 16
+"""Lengths whose pages are remembered."""
 
 Segments = tuple[tuple[str, int], ...]
 """Named runs of tokens: prompts that begin with the same runs begin with the same tokens."""
@@ -204,6 +207,14 @@ class Cluster:
 
         ``lowered``: high tokens of each head row that are stored as low ones.
         """
+        return self._known_pages(tokens, lowered)
+
+    @cached_property
+    def _known_pages(self) -> Callable[[int, int], int]:
+        """Where a request reaches its limits is searched for each time that it gets another."""
+        return lru_cache(KNOWN_PAGES)(self._count_pages)
+
+    def _count_pages(self, tokens: int, lowered: int) -> int:
         plan = self.plan
         encoded, rows = plan.leaving_tokens(tokens), plan.geometry.head_rows
         recent = plan.recent.pool_pages(plan.recent.pages(tokens - encoded) * rows)

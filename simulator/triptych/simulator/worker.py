@@ -21,6 +21,8 @@ class Turns:
     Who is not late waits while there are prompts to be read.
     """
 
+    are_shared = True
+
     def __init__(self, clock: Clock, stretch: float = 1.0) -> None:
         self._clock, self.stretch = clock, stretch
         """Slowdown of a step because other processes use some of the cores."""
@@ -77,6 +79,9 @@ class Turns:
 
 class OwnCores:
     """A core for each worker of a machine; if there are fewer, running steps share them."""
+
+    are_shared = False
+    """Whether a step may have to wait for others."""
 
     def __init__(self, free_cores: float | None = None) -> None:
         self._free, self._busy = free_cores, 0
@@ -168,7 +173,7 @@ class SimulatedWorker:
 
     def _take_turn(self) -> None:
         engine = self._next
-        can_wait = self._only_writes and engine.has_work()
+        can_wait = self._cores.are_shared and self._only_writes and engine.has_work()
         self._cores.take(self._begin, engine.due if can_wait else -inf)
 
     def _take_messages(self) -> None:
@@ -199,7 +204,7 @@ class SimulatedWorker:
     def _end(self, work: Work, seconds: float) -> None:
         self.busy_s += seconds
         engine, now = self._next, self._clock.now
-        goes_on = engine.has_work() and engine.due < now < self._turn_until
+        goes_on = now < self._turn_until and engine.has_work() and engine.due < now
         if not goes_on:
             if self._is_reader and engine.stage == "prefill":
                 self._cores.read(self.address, engine.has_work())

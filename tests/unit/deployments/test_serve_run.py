@@ -57,4 +57,6 @@ def test_an_interrupt_during_the_start_is_no_error(tmp_path: Path, after_s: floa
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors
-    assert process.returncode == 0, errors
+    # CPython ends by the signal if it arrives while a module runs `exec`, although it was caught:
+    # `run_interruptible`, which waits for this process, takes that for 0.
+    assert process.returncode in (0, -signal.SIGINT), errors

@@ -11,7 +11,8 @@ class IngressConfig:
     """The HTTP side, and gRPC beside it."""
 
     num_replicas: int = 1
-    """Copies of the HTTP ingress behind one port. The limits of a key count over all of a node."""
+    """Copies of the HTTP ingress behind one port. Limits of a key and metrics count over all of a
+    node."""
 
     grpc_port: int = 0
     """Port of the gRPC server (``triptych.proto``) of every ingress replica; it has the same

@@ -280,7 +280,7 @@ class RouteHandlers:
 
     async def load(self) -> Response:
         """Responses in progress, in vLLM's format."""
-        return JsonResponse({"server_load": self._serving.metrics.in_progress})
+        return JsonResponse({"server_load": self._serving.metrics.load})
 
     async def metrics(self, request: Request) -> Response:
         if self._config.private_metrics:

@@ -1,18 +1,20 @@
 """Metrics of the ingress: vLLM's metrics with the prefix ``triptych_``."""
 
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.samples import Sample
 
 from triptych.core.errors import TooManyRequests, TriptychError
 from triptych.core.messages import ClassShares, CompressionReport, Request, Tokens
 from triptych.deployments.http.errors import RequestFailed
 
+OPEN = "num_requests_open"
 FINISH_REASONS = ("stop", "length", "abort")
 REJECTION_REASONS = ("rate_limit_exceeded", "overloaded", "worker_lost", "slo_unmeetable")
 """Reasons whose counters exist from the start: Prometheus sees no increase in a series that
@@ -40,6 +42,25 @@ LENGTH_BUCKETS = tuple(float(count * 10**power) for power in range(6) for count 
 
 
 @dataclass(frozen=True, slots=True)
+class LabelledSample:
+    """A number of one replica, as the others add it to theirs."""
+
+    family: str
+    name: str
+    labels: tuple[tuple[str, str], ...]
+    is_gauge: bool
+    value: float
+
+    def at(self, value: float) -> Self:
+        """The same series with another value."""
+        return replace(self, value=value)
+
+
+Others = Callable[[], Iterable[LabelledSample]]
+"""Samples of the other replicas that are scraped through the same port."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheBlocks:
     """Sizes in the words of vLLM, whose ``cache_config_info`` gateways read."""
 
@@ -55,9 +76,18 @@ class IngressMetrics:
     Times are in seconds, and per choice: a client's request with ``n`` choices counts n times.
     """
 
-    def __init__(self, methods: Sequence[str] = (), cache: CacheBlocks | None = None) -> None:
-        """``methods``: compression methods that requests may name."""
+    def __init__(
+        self,
+        methods: Sequence[str] = (),
+        cache: CacheBlocks | None = None,
+        others: Others = tuple[LabelledSample, ...],
+    ) -> None:
+        """``methods``: compression methods that requests may name.
+
+        ``others``: what is added where metrics are scraped
+        """
         self.registry = own = CollectorRegistry()
+        self._others = others
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"triptych_{name}", text, registry=own, buckets=buckets)
@@ -117,7 +147,7 @@ class IngressMetrics:
             "Bytes of keys and values as stored, by compression method.", "method")
         # fmt: on
         self.open = Gauge(
-            "triptych_num_requests_open",
+            f"triptych_{OPEN}",
             "Choices that clients wait for: running, waiting, or on their way to the client.",
             registry=own,
         )
@@ -174,6 +204,36 @@ class IngressMetrics:
         """Number of choices that clients wait for."""
         return int(_value(self.open))
 
+    @property
+    def load(self) -> int:
+        """The same, with the other replicas of the port."""
+        others = (one.value for one in self._others() if one.name == f"triptych_{OPEN}")
+        return self.in_progress + int(sum(others))
+
+    def samples(self) -> list[LabelledSample]:
+        """The numbers of this ingress that other replicas add to theirs."""
+        return [
+            LabelledSample(
+                family.name,
+                one.name,
+                tuple(sorted(one.labels.items())),
+                family.type == "gauge",
+                one.value,
+            )
+            for family in self.registry.collect()
+            if not family.name.endswith("_info")
+            for one in family.samples
+            if not one.name.endswith("_created")
+        ]
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of all replicas of the port, as ``generate_latest`` reads them."""
+        more = defaultdict[str, Counts](lambda: defaultdict(float))
+        for one in self._others():
+            more[one.family][one.name, one.labels] += one.value
+        for family in self.registry.collect():
+            yield _sum(family, more[family.name])
+
     def refuse(self) -> None:
         """Count a request that exceeds a limit of its API key."""
         self.rejections.labels(TooManyRequests.code).inc()
@@ -197,7 +257,7 @@ class IngressMetrics:
                 begun = family
             lines.append(f"{key} {float(gauges[key])}")
         text = "".join(f"{line}\n" for line in lines)
-        return generate_latest(self.registry) + text.encode()
+        return generate_latest(cast("CollectorRegistry", self)) + text.encode()
 
 
 class RequestTimer:
@@ -266,6 +326,20 @@ class RequestTimer:
         later_tokens = self._tokens[name] - 1
         if later_tokens > 0:
             self._metrics.per_token.observe((now - self._first[name]) / later_tokens)
+
+
+Counts = defaultdict[tuple[str, tuple[tuple[str, str], ...]], float]
+"""Values by the name and the sorted labels of a sample."""
+
+
+def _sum(family: Metric, more: Counts) -> Metric:
+    """A family with the values of other replicas added, and with series that only they have."""
+    total = Metric(family.name, family.documentation, family.type)
+    for one in family.samples:
+        value = one.value + more.pop((one.name, tuple(sorted(one.labels.items()))), 0.0)
+        total.samples.append(one._replace(value=value))
+    total.samples += (Sample(name, dict(labels), value) for (name, labels), value in more.items())
+    return total
 
 
 def _samples(metric: Counter | Gauge | Histogram) -> Iterator[Sample]:

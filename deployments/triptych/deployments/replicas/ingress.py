@@ -19,6 +19,7 @@ from triptych.deployments.replicas.memory_tuning import tune_memory
 from triptych.deployments.replicas.received_bodies import free_received_bodies
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.router_stats import RouterHandle, WorkerHandle
+from triptych.deployments.replicas.shared_metrics import INTERVAL_S, SharedMetrics
 from triptych.deployments.replicas.shared_usage import SharedUsage
 from triptych.deployments.transport.event_relay import EventRelay
 from triptych.deployments.transport.node_context import NodeContext
@@ -42,6 +43,7 @@ class IngressReplica:
         """``plan``: that of the first shard; the ingress uses only what all shards share."""
         self._node = await asyncio.to_thread(NodeContext.enter, plan)
         self._plan = self._node.plan
+        self._publishing: asyncio.Task[None] | None = None
         read = await asyncio.to_thread(open_tokenizer, self._plan.model_path)
         read = with_chat_template(read, self._plan.chat_template)
         tokenizer = with_images(read, self._plan.vision.layout)
@@ -78,7 +80,7 @@ class IngressReplica:
                 plugins=self._plan.offers,
             ),
             config=self._plan.config.ingress,
-            metrics=IngressMetrics(tuple(self._plan.pages.by_method), _cache_blocks(self._plan)),
+            metrics=self._metrics(),
             usage=self._shared_usage(),
         )
         self._rpc = GrpcServer(self._serving)
@@ -91,14 +93,29 @@ class IngressReplica:
         warm_up = self._serving.request_builder.warm_up
         self._warming = asyncio.create_task(asyncio.to_thread(warm_up))
 
+    def _metrics(self) -> IngressMetrics:
+        """Metrics of this replica, or of all of the node if there are several."""
+        methods, blocks = tuple(self._plan.pages.by_method), _cache_blocks(self._plan)
+        if self._is_alone:
+            return IngressMetrics(methods, blocks)
+        shared = SharedMetrics(self._node.run_dir.path / "metrics")
+        metrics = IngressMetrics(methods, blocks, shared.others)
+        self._publishing = asyncio.create_task(_publish(metrics, shared))
+        return metrics
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._plan.config.ingress.num_replicas == 1
+
     def _shared_usage(self) -> SharedUsage | None:
         """Where several replicas count the use of keys together; None if there is one."""
-        is_alone = self._plan.config.ingress.num_replicas == 1
-        return None if is_alone else SharedUsage(self._node.run_dir.path / "keys")
+        return None if self._is_alone else SharedUsage(self._node.run_dir.path / "keys")
 
     async def __del__(self) -> None:
         """Serve has waited for HTTP requests; gRPC requests do not pass through it."""
         await self._finish_requests()
+        if self._publishing is not None:
+            self._publishing.cancel()
         await self._rpc.stop()
         await self._engine.stop()
         await self._relay.stop()
@@ -121,6 +138,16 @@ class IngressReplica:
             send_request_id=False,
             relay=self._relay,
         )
+
+
+async def _publish(metrics: IngressMetrics, shared: SharedMetrics) -> None:
+    """Show the other replicas what this one has counted, until the task is cancelled."""
+    try:
+        while True:
+            shared.write(metrics.samples())
+            await asyncio.sleep(INTERVAL_S)
+    finally:
+        shared.write(metrics.samples())
 
 
 def _cache_blocks(plan: AppPlan) -> CacheBlocks:

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _LENGTH = Struct("!I")
 _ANSWER = Struct("!I?")
 _BACKLOG = 128
+MAX_CONNECTIONS = 256
+"""Connections, and threads, of a server; others wait until one of them closes."""
 _STOP_S = 0.5
 """How long ``stop`` waits for the answers that are under way."""
 SUFFIX = ".calls"
@@ -39,13 +41,16 @@ def call_socket(address: str) -> Path | None:
 class CallServer:
     """Answers frames, with a thread for each connection."""
 
-    def __init__(self, answer: Answer, path: Path, max_bytes: int) -> None:
-        """Listen; the socket file of a dead process is replaced.
+    def __init__(
+        self, answer: Answer, path: Path, max_bytes: int, most: int = MAX_CONNECTIONS
+    ) -> None:
+        """Listen; the socket file of a dead process is replaced. ``most``: connections at a time.
 
         Raises: OSError
         """
         self._answer, self._path, self._max_bytes = answer, path, max_bytes
         self._connections = dict[socket.socket, threading.Thread]()
+        self._free = threading.BoundedSemaphore(most)
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -66,12 +71,14 @@ class CallServer:
             thread.join(_STOP_S)
 
     def _accept(self) -> None:
+        self._free.acquire()
         for connection in connections(self._listener):
             thread = threading.Thread(
                 target=self._serve, args=[connection], name="pool-call", daemon=True
             )
             self._connections[connection] = thread
             thread.start()
+            self._free.acquire()
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:
@@ -84,6 +91,7 @@ class CallServer:
                     break
                 connection.sendall(self._reply(frame))
         self._connections.pop(connection, None)
+        self._free.release()
 
     def _reply(self, frame: bytes) -> bytes:
         try:

@@ -19,6 +19,9 @@ from triptych.router.models.page_ratio import PageRatios
 
 LEAST_TOKENS = 16
 """Tokens for which memory is booked ahead, at least. It lasts longer than the router's answer."""
+ROOMY_TOKENS = 64
+"""The same while half of the memory is free. A short chat asks once or twice then, instead of every
+16 tokens."""
 SHARE_AHEAD = 8
 """Of the tokens of a sequence, one in so many is booked ahead. So what is booked and not held stays
 a small share, and requests ask for more at an interval that grows with them."""
@@ -64,6 +67,8 @@ class Booking:
     """Bytes beyond ``held`` that its next token needs; 0: not known yet."""
     asks: bool = False
     """Whether more is to be booked for it."""
+    is_roomy: bool = False
+    """Whether half of the memory was free when memory was last booked for it."""
     paused_at: float = inf
     """When it paused at its limit."""
     is_fixed: bool = False
@@ -122,7 +127,7 @@ class BookingModel:
         """Output tokens to book when a request starts; all if it could not be computed again."""
         prompt_tokens = booking.prompt_tokens
         left = booking.most_tokens - prompt_tokens
-        ahead = min(left, tokens_ahead(prompt_tokens))
+        ahead = min(left, self._tokens_ahead(booking, prompt_tokens))
         return ahead if self.is_recomputable(booking, prompt_tokens + ahead) else left
 
     def is_recomputable(self, booking: Booking, tokens: int) -> bool:
@@ -144,7 +149,12 @@ class BookingModel:
 
     def ahead(self, booking: Booking) -> int:
         """Tokens of the sequence for which memory is to be booked now."""
-        return min(booking.most_tokens, booking.tokens + tokens_ahead(booking.tokens))
+        ahead = self._tokens_ahead(booking, booking.tokens)
+        return min(booking.most_tokens, booking.tokens + ahead)
+
+    @staticmethod
+    def _tokens_ahead(booking: Booking, tokens: int) -> int:
+        return max(ROOMY_TOKENS * booking.is_roomy, tokens_ahead(tokens))
 
     def grown(self, booking: Booking, shared: int) -> int:
         """Bytes to book for a request in the decode stage: those of its next tokens.

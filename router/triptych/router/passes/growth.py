@@ -113,9 +113,15 @@ class Growth:
             written=len(request.output_tokens),
             is_fixed=is_fixed,
             is_whole=is_fixed,
+            is_roomy=self._is_roomy(),
             may_evict=may_evict,
             may_lower=not is_fixed and self._may_lower(request),
         )
+
+    def _is_roomy(self) -> bool:
+        """Whether half of the memory of all arenas is free."""
+        load_index, capacity = self.cluster.load_index, self.cluster.ledger.capacity_bytes
+        return 2 * load_index.used_bytes <= len(load_index.arenas) * capacity
 
     def _may_lower(self, request: Request) -> bool:
         """Whether the floors of a request allow that its high tokens become low."""
@@ -307,12 +313,14 @@ class Growth:
         """Book more for a request; returns the bytes that are missing, 0 if it was booked."""
         booking = entry.booking
         assert booking is not None
-        ledger = self.cluster.ledger
+        ledger, arena = self.cluster.ledger, entry.placement.final_arena
         self.lowering.bound_by_low_pages(entry)
-        grown = max(entry.sizes.grown, self.bookings.grown(booking, self._shared(entry)))
-        lines = self._lines(entry, replace(entry.sizes, grown=grown))
+        booking.is_roomy = 2 * ledger.free(arena) >= ledger.capacity_bytes
+        grown, lines = self._growth_of(entry, booking)
+        if booking.is_roomy and not ledger.fits(entry.id, lines):
+            booking.is_roomy = False
+            grown, lines = self._growth_of(entry, booking)
         if not ledger.book(entry.id, lines):
-            arena = entry.placement.final_arena
             short = lines[arena] - ledger.booked_in(entry.id, arena) - ledger.free(arena)
             return max(1, short)
         self._resize(entry, grown)
@@ -323,6 +331,11 @@ class Growth:
         self.limit_again(entry)
         self._count(entry)
         return 0
+
+    def _growth_of(self, entry: Entry, booking: Booking) -> tuple[int, Lines]:
+        """Bytes to book for a running request that asks, and where."""
+        grown = max(entry.sizes.grown, self.bookings.grown(booking, self._shared(entry)))
+        return grown, self._lines(entry, replace(entry.sizes, grown=grown))
 
     def _resize(self, entry: Entry, grown: int) -> None:
         """Set what is booked for a request in the decode stage, and the tokens that it is for."""

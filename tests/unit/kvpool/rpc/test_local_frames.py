@@ -145,3 +145,21 @@ def test_a_server_without_the_socket_is_called_over_grpc(tmp_path: Path) -> None
         one.close()
     server.stop()
     assert call_socket("127.0.0.1:80") is None
+
+
+def test_connections_beyond_the_limit_wait_until_one_closes(path: Path) -> None:
+    server = CallServer(answer, path, LIMIT, most=2)
+    channels = [CallChannel(path, "the pool", LIMIT) for _ in range(3)]
+    try:
+        for channel in channels[:2]:
+            assert channel.ask(b"ab", 5.0) == b"ba"
+        with pytest.raises(PoolUnavailable, match="timed out"):
+            channels[2].ask(b"ab", 0.1)
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(channels[2].ask, b"cd", 5.0)
+            channels[0].close()
+            assert waiting.result() == b"dc"
+    finally:
+        for channel in channels:
+            channel.close()
+        server.stop()

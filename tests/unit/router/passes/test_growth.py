@@ -21,7 +21,7 @@ from triptych.core.messages import (
     Send,
     Slo,
 )
-from triptych.router.models.booking import tokens_ahead
+from triptych.router.models.booking import LEAST_TOKENS, ROOMY_TOKENS, tokens_ahead
 from triptych.router.models.overcommit import Overcommit
 from triptych.router.passes.growth import MAX_PAUSE_S
 
@@ -83,9 +83,22 @@ def test_a_chat_without_max_tokens_books_what_it_takes_soon() -> None:
 def test_the_worker_knows_the_limit_before_it_has_the_request() -> None:
     driver = drive()
     limit, join = decode(driver, "r")
-    assert limit.message == PageLimit(request="r", pages=driver.booked // PAGE, tokens=66)
+    assert limit.message == PageLimit(request="r", pages=driver.booked // PAGE, tokens=114)
     assert isinstance(join.message, Join)
     assert not found(decode(drive(booking="bounds"), "r"), PageLimit)
+
+
+def test_less_is_booked_ahead_once_half_of_the_memory_is_taken() -> None:
+    driver, pages = drive(), 3
+    decode(driver, "r", pages)
+    ledger = driver.router._cluster.ledger
+    [limit] = found(ask(driver, "r", 60, pages), PageLimit)
+    assert isinstance(limit, PageLimit)
+    assert limit.tokens == 60 + ROOMY_TOKENS
+    ledger.book("other", {"": ledger.capacity_bytes // 2})
+    [limit] = found(ask(driver, "r", limit.tokens - 1, limit.pages - 1), PageLimit)
+    assert isinstance(limit, PageLimit)
+    assert limit.tokens == 60 + ROOMY_TOKENS - 1 + LEAST_TOKENS
 
 
 def test_more_is_booked_as_it_grows_until_all_is() -> None:

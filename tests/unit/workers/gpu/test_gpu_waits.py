@@ -1,0 +1,174 @@
+"""The host waits for the device at most twice in a decode step: for plans, and for the tokens."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sliding import save_sliding
+from tests.tiny import DIFFKV
+from triptych.core.config import AppConfig
+from triptych.core.messages import PageLimit, Sampling
+from triptych.workers.decode.decode_engine import DecodeEngine
+from triptych.workers.decode.lowering import Lowering, LoweringPlan
+from triptych.workers.decode.page_expiry import PageExpiry
+from triptych.workers.decode.window import RetirementPlan, Window
+from triptych.workers.device import Device
+from triptych.workers.kv.device_pages import NO_PAGES
+from triptych.workers.local import LocalServer
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="only the fake device counts")
+
+GREEDY = Sampling(temperature=0.0, max_tokens=70, ignore_eos=True)
+PROMPT = tuple(range(20, 110))
+SELECTION = {"method": "box", "budget_tokens": 16, "sink_tokens": 1, "window_tokens": 4}
+OTHERS = ["uniform:k8v4", "uniform:fp16", "h2o:generate"]
+SETTINGS: Mapping[str, Mapping[str, object]] = {
+    "diffkv": {"compressor": DIFFKV},
+    "selection": {"compressor": DIFFKV, "decode": {"selection": SELECTION}},
+    "kvarn": {"compressor": {"policy": "kvarn"}},
+    "leankv": {"compressor": DIFFKV | {"policy": "leankv"}},
+    "h2o:generate": {"compressor": DIFFKV | {"policy": "h2o:generate"}},
+    "several": {"compressor": DIFFKV | {"methods": OTHERS}},
+}
+
+
+@dataclass
+class Step:
+    """What a decode step asked of the device, and what happened in it."""
+
+    asked: list[str]
+    retired: int = 0
+    """Calls of ``Window.apply``."""
+    expired: int = 0
+    """Requests whose pages expired."""
+    lowered: int = 0
+    """Requests whose pages were ranked, and lowered if some were cold."""
+
+    @property
+    def waits(self) -> int:
+        from tests.far import WAIT  # noqa: PLC0415 - there is none beside a GPU
+
+        return self.asked.count(WAIT)
+
+
+@contextmanager
+def watched(device: Device) -> Generator[list[Step]]:
+    """All decode steps of this process."""
+    seen, current = list[Step](), Step([])
+    asked: list[str] = device.asked  # type: ignore[attr-defined]
+    step, apply, remove = DecodeEngine.step, Window.apply, PageExpiry.remove
+    lower = Lowering.apply
+
+    def stepping(engine: DecodeEngine) -> object:
+        nonlocal current
+        start, current = len(asked), Step([])
+        seen.append(current)
+        sends = list(step(engine))
+        current.asked = asked[start:]
+        return sends
+
+    def applying(window: Window, plan: RetirementPlan) -> object:
+        current.retired += 1
+        return apply(window, plan)
+
+    def removing(expiry: PageExpiry, slot: int, now: int, positions: np.ndarray) -> object:
+        gone = remove(expiry, slot, now, positions)
+        current.expired += gone is not NO_PAGES
+        return gone
+
+    def lowering(one: Lowering, slot: int, plan: LoweringPlan, ids: np.ndarray) -> np.ndarray:
+        current.lowered += 1
+        return lower(one, slot, plan, ids)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeEngine, "step", stepping)
+        patch.setattr(Lowering, "apply", lowering)
+        patch.setattr(Window, "apply", applying)
+        patch.setattr(PageExpiry, "remove", removing)
+        yield seen
+
+
+def steps_of(
+    settings: Mapping[str, object], model: Path, device: Device, methods: Sequence[str] = ("",)
+) -> list[Step]:
+    """The steps in which four requests are answered at once, two of a length each."""
+    config = AppConfig.from_mapping(
+        {
+            "model": {"name": "tiny", "dtype": "float32"},
+            "pool": {"kv_cache_memory_bytes": 8 << 20, "extent_pages": 64, "prefix_bytes": 0},
+            **settings,
+        }
+    )
+    with watched(device) as seen, LocalServer(config, model, device=device) as server:
+        asked = [
+            replace(server.request([n, *PROMPT[n // 2 :]], GREEDY), method=method)
+            for n, method in zip(range(4), cycle(methods), strict=False)
+        ]
+        done = server.complete(asked)
+    assert [one.error for one in done] == [None] * len(done)
+    assert all(len(one.tokens) == GREEDY.max_tokens for one in done)
+    return seen
+
+
+def check(steps: Sequence[Step]) -> None:
+    """Two waits where something must be planned, one in other steps."""
+    for one in steps:
+        is_planned = one.retired or one.expired or one.lowered
+        assert one.waits <= (2 if is_planned else 1), one
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_waits_at_most_twice(name: str, tiny_model: Path, quick_device: Device) -> None:
+    methods = ["", *OTHERS] if name == "several" else [""]
+    steps = steps_of(SETTINGS[name], tiny_model, quick_device, methods)
+    check(steps)
+    assert any(one.retired for one in steps)
+
+
+@pytest.fixture(scope="module")
+def sliding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sliding")
+    save_sliding("Gemma 3", path)
+    return path
+
+
+@pytest.mark.parametrize("policy", ["diffkv", "uniform:k8v4"])
+def test_pages_of_sliding_windows_expire_without_a_wait_of_their_own(
+    policy: str, sliding_model: Path, quick_device: Device
+) -> None:
+    compressor = DIFFKV | {"policy": policy, "methods": ["h2o:generate"]}
+    steps = steps_of({"compressor": compressor}, sliding_model, quick_device, ["", "h2o:generate"])
+    check(steps)
+    assert max(one.expired for one in steps) > 1
+
+
+def near_limit(engine: DecodeEngine) -> None:
+    """Give each request a limit so close that it must lower pages when it grows."""
+    for one in engine._running.values():  # pyright: ignore[reportPrivateUsage]
+        if one.limit is None:
+            pages = one.num_pages + one.step_pages + 2
+            one.limit = PageLimit(request=one.id, pages=pages, lowers=True)
+
+
+def test_lowered_requests_are_ranked_together_and_moved_without_a_wait(
+    tiny_model: Path, quick_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside requests that retire pages in the same step."""
+    step = DecodeEngine.step
+
+    def limiting(engine: DecodeEngine) -> object:
+        near_limit(engine)
+        return step(engine)
+
+    monkeypatch.setattr(DecodeEngine, "step", limiting)
+    kept = DIFFKV | {"alpha_high": 0.1, "alpha_low": 0.0}
+    steps = steps_of({"compressor": kept}, tiny_model, quick_device)
+    check(steps)
+    assert max(one.lowered for one in steps) > 1
+    assert any(one.lowered and one.retired for one in steps)

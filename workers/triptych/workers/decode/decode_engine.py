@@ -48,8 +48,8 @@ from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.plugins.pipeline import Pipeline, Seen, Verdict
 from triptych.workers.decode.running_batch import RunningRequest, exits_of
 from triptych.workers.decode.steps.step_graphs import StepGraphs
-from triptych.workers.decode.window import Window, read_together
-from triptych.workers.device import CPU, Device
+from triptych.workers.decode.window import Window
+from triptych.workers.device import CPU, Device, read_together
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.new_tokens import NewTokens

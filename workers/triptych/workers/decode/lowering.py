@@ -26,7 +26,7 @@ from triptych.workers.decode.handover import RequestHandover
 from triptych.workers.decode.page_growth import PageGrowth
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.running_batch import RunningRequest
-from triptych.workers.decode.window import read_together
+from triptych.workers.device import read_together
 from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.method_tables import MethodTables

@@ -10,7 +10,6 @@ slots are planned and moved together.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -361,15 +360,3 @@ class Window:
         )
         moving.retired[slots] = moving.retired_after[slots]
         return emptied
-
-
-def read_together(numbers: Sequence[Tensor]) -> list[Ids]:
-    """Tensors of int32 of one device on the host, after one wait; none if there are none."""
-    if len(numbers) < 2:
-        return [each.cpu().numpy() for each in numbers]
-    flat = torch.cat([each.reshape(-1) for each in numbers]).cpu().numpy()
-    ends = list(accumulate(each.numel() for each in numbers))
-    return [
-        part.reshape(tuple(each.shape))
-        for part, each in zip(np.split(flat, ends[:-1]), numbers, strict=True)
-    ]

@@ -13,12 +13,12 @@ import torch
 from tests.sliding import save_sliding
 from tests.tiny import DIFFKV
 from triptych.core.config import AppConfig
-from triptych.core.messages import PageLimit, Sampling
+from triptych.core.messages import Lower, Lowered, PageLimit, Sampling, Send
 from triptych.workers.decode.decode_engine import DecodeEngine
 from triptych.workers.decode.lowering import Lowering, LoweringPlan
 from triptych.workers.decode.page_expiry import PageExpiry
 from triptych.workers.decode.window import RetirementPlan, Window
-from triptych.workers.device import Device
+from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import NO_PAGES
 from triptych.workers.local import LocalServer
 
@@ -97,7 +97,16 @@ def watched(device: Device) -> Generator[list[Step]]:
 def steps_of(
     settings: Mapping[str, object], model: Path, device: Device, methods: Sequence[str] = ("",)
 ) -> list[Step]:
-    """The steps in which four requests are answered at once, two of a length each."""
+    """The steps in which four requests are answered at once."""
+    with watched(device) as seen:
+        answers(settings, model, device, methods)
+    return seen
+
+
+def answers(
+    settings: Mapping[str, object], model: Path, device: Device, methods: Sequence[str] = ("",)
+) -> list[list[int]]:
+    """Greedy answers to four requests, two of a length each."""
     config = AppConfig.from_mapping(
         {
             "model": {"name": "tiny", "dtype": "float32"},
@@ -105,7 +114,7 @@ def steps_of(
             **settings,
         }
     )
-    with watched(device) as seen, LocalServer(config, model, device=device) as server:
+    with LocalServer(config, model, device=device) as server:
         asked = [
             replace(server.request([n, *PROMPT[n // 2 :]], GREEDY), method=method)
             for n, method in zip(range(4), cycle(methods), strict=False)
@@ -113,7 +122,7 @@ def steps_of(
         done = server.complete(asked)
     assert [one.error for one in done] == [None] * len(done)
     assert all(len(one.tokens) == GREEDY.max_tokens for one in done)
-    return seen
+    return [list(one.tokens) for one in done]
 
 
 def check(steps: Sequence[Step]) -> None:
@@ -148,6 +157,10 @@ def test_pages_of_sliding_windows_expire_without_a_wait_of_their_own(
     assert max(one.expired for one in steps) > 1
 
 
+KEPT = {"compressor": DIFFKV | {"alpha_high": 0.1, "alpha_low": 0.0}}
+"""Most tokens are high, and none is dropped."""
+
+
 def near_limit(engine: DecodeEngine) -> None:
     """Give each request a limit so close that it must lower pages when it grows."""
     for one in engine._running.values():  # pyright: ignore[reportPrivateUsage]
@@ -167,8 +180,31 @@ def test_lowered_requests_are_ranked_together_and_moved_without_a_wait(
         return step(engine)
 
     monkeypatch.setattr(DecodeEngine, "step", limiting)
-    kept = DIFFKV | {"alpha_high": 0.1, "alpha_low": 0.0}
-    steps = steps_of({"compressor": kept}, tiny_model, quick_device)
+    with watched(quick_device) as steps:
+        there = answers(KEPT, tiny_model, quick_device)
+    assert there == answers(KEPT, tiny_model, CPU)
     check(steps)
     assert max(one.lowered for one in steps) > 1
     assert any(one.lowered and one.retired for one in steps)
+
+
+def test_the_router_is_answered_at_the_end_of_the_next_step(
+    tiny_model: Path, quick_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, counts, heard = DecodeEngine.step, [0], list[Lowered]()
+
+    def asking(engine: DecodeEngine) -> list[Send]:
+        counts[0] += 1
+        if counts[0] == 30:
+            for name in engine.requests():
+                assert engine.accept(Lower(request=name, number=1, pages=1000)) == []
+        sends = list(step(engine))
+        mine = [send for send in sends if isinstance(send.message, Lowered)]
+        heard.extend(send.message for send in mine if isinstance(send.message, Lowered))
+        assert not mine or counts[0] == 30
+        return [send for send in sends if send not in mine]  # the router did not ask
+
+    monkeypatch.setattr(DecodeEngine, "step", asking)
+    check(steps_of(KEPT, tiny_model, quick_device))
+    assert heard
+    assert all(one.number == 1 and one.freed > 0 for one in heard)

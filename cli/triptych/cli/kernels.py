@@ -35,7 +35,7 @@ def check(
         bool, typer.Option("--quick", help="Compile only the most common variants of each kernel.")
     ] = False,
     every: Annotated[
-        bool, typer.Option("--all", help="Compile the variants of all methods: hours.")
+        bool, typer.Option("--all", help="Compile every variant: half an hour on two idle cores.")
     ] = False,
     jobs: Annotated[
         int, typer.Option(min=1, help="Number of compiler processes; default: one per core.")

@@ -69,7 +69,8 @@ def started(stages: Stages, client: Client, **more: object) -> tuple[str, Decode
 
 
 def lower(engine: DecodeEngine, pages: int = EVERYTHING) -> Lowered:
-    [send] = engine.accept(Lower(request="r0", number=1, pages=pages)) or ()
+    """At once on a CPU; on a device in the next step, of which the request is no part."""
+    [send] = engine.accept(Lower(request="r0", number=1, pages=pages)) or engine.step()
     assert isinstance(send.message, Lowered)
     return send.message
 

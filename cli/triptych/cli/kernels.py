@@ -35,7 +35,7 @@ def check(
         bool, typer.Option("--quick", help="Compile only the most common variants of each kernel.")
     ] = False,
     every: Annotated[
-        bool, typer.Option("--all", help="Compile every variant: half an hour on two idle cores.")
+        bool, typer.Option("--all", help="Compile every variant, six times as many.")
     ] = False,
     jobs: Annotated[
         int, typer.Option(min=1, help="Number of compiler processes; default: one per core.")

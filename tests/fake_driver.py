@@ -10,7 +10,9 @@ as well.
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+import time
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +31,16 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FIXED, _PROT_NONE = 0x10, 0
 
 _KEY = [("pid", "<i8"), ("started", "<i8")]
+_WRITE = [*_KEY, ("pool", "<i8"), ("page", "<i8"), ("value", "<i8"), ("waits", "<i8")]
 _STATE = np.dtype(
     [
         ("freed", "<i8"),
         ("processes", "<i8"),
-        ("revoked", _KEY, 4096),
+        ("revoked", _KEY, 1 << 16),
         ("queued", "<i8"),
-        ("done", "<i8"),
         ("refused", "<i8"),
-        ("queue", [*_KEY, ("offset", "<i8"), ("count", "<i8"), ("value", "<i8")], 1024),
+        ("done", "<i8"),
+        ("queue", _WRITE, 4096),
     ]
 )
 
@@ -52,11 +55,18 @@ class FakeDriver:
     granularity = mmap.PAGESIZE
 
     def __init__(
-        self, directory: Path, apart: Sequence[tuple[str, str]] = (), *, revokes: bool = True
+        self,
+        directory: Path,
+        apart: Sequence[tuple[str, str]] = (),
+        *,
+        revokes: bool = True,
+        linger_s: float = 0.0,
     ) -> None:
-        """``apart``: pairs of devices without access to each other. Without ``revokes`` it
-        forgets that processes die, as a pool that does not ask would have it."""
+        """``apart``: pairs of devices without access to each other. ``linger_s``: how long devices
+        go on with the work of a process after they were asked first. Without ``revokes`` it forgets
+        that processes die, as a pool that does not ask would have it."""
         self._apart, self._revokes = {frozenset(pair) for pair in apart}, revokes
+        self._linger_s, self._asked = linger_s, dict[ProcessKey, float]()
         path = directory / "devices"
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         os.truncate(descriptor, _STATE.itemsize)
@@ -64,6 +74,8 @@ class FakeDriver:
         os.close(descriptor)
         self._mapped = dict[int, list[bool]]()
         """By address, of each part whether the device has access."""
+        self._me = this_process()
+        """``check`` comes before each kernel, and to read it takes as long as some of them."""
 
     # ---------------------------------------------------------------- the Driver protocol
 
@@ -100,10 +112,15 @@ class FakeDriver:
         assert _libc.munmap(address, nbytes) == 0
 
     def revoke(self, process: ProcessKey) -> bool:
-        if self._revokes and not self._is_revoked(process.pid, process.started):
-            state = self._state[0]
-            state["revoked"][state["processes"]] = (process.pid, process.started)
-            state["processes"] += 1
+        if not self._revokes or self._is_revoked(process.pid, process.started):
+            return True
+        now = time.monotonic()
+        if now - self._asked.setdefault(process, now) < self._linger_s:
+            return False
+        state = self._state[0]
+        assert state["processes"] < state["revoked"].size, "the table of dead processes is full"
+        state["revoked"][state["processes"]] = (process.pid, process.started)
+        state["processes"] += 1
         return True
 
     # ---------------------------------------------------------------- what a device does
@@ -118,8 +135,7 @@ class FakeDriver:
         state = self._state[0]
         if state["freed"]:
             raise DeviceFault("the owner of this memory has freed it")
-        me = this_process()
-        if self._is_revoked(me.pid, me.started):
+        if self._is_revoked(self._me.pid, self._me.started):
             raise DeviceFault("the work of this process was revoked")
         access = self._mapped.get(arenas.address, ())
         ends = np.cumsum(arenas.shape.pages)
@@ -135,31 +151,57 @@ class FakeDriver:
     def queue_write(self, arenas: DeviceArenas, page: int, value: int) -> None:
         """Queue a write to all bytes of a page."""
         self.check(arenas, [page])
-        me, state = this_process(), self._state[0]
-        offset = page * arenas.page_bytes
-        state["queue"][state["queued"]] = (me.pid, me.started, offset, arenas.page_bytes, value)
+        me, state = self._me, self._state[0]
+        slot = state["queue"][state["queued"] % state["queue"].size]
+        assert not slot["waits"], "the queue is full"
+        for name, number in (
+            ("pid", me.pid), ("started", me.started), ("pool", _tag(arenas)), ("page", page),
+            ("value", value), ("waits", 1),
+        ):  # fmt: skip
+            slot[name] = number
         state["queued"] += 1
 
-    def run_queue(self, address: int) -> None:
-        """Do what is queued; ``address``: of this process's mapping, with access to all."""
+    def run_queue(
+        self, arenas: DeviceArenas, is_due: Callable[[int, int], bool] = lambda _pid, _page: True
+    ) -> None:
+        """Do what is queued, of a write by (pid, page) only if it is due.
+
+        ``arenas``: of this process, with access to all. Writes of revoked processes are refused.
+        Those to another pool's pages go to memory that nobody has any more.
+        """
         state = self._state[0]
-        while state["done"] < state["queued"]:
-            pid, started, offset, count, value = state["queue"][state["done"]].tolist()
-            state["done"] += 1
-            if self._is_revoked(pid, started):
+        queue = state["queue"]
+        for at in np.flatnonzero(queue["waits"]).tolist():
+            pid, started, pool, page, value, _ = queue[at].tolist()
+            if pool != _tag(arenas):
+                queue["waits"][at] = 0
+            elif self._is_revoked(pid, started):
                 state["refused"] += 1
-            else:
-                ctypes.memset(address + offset, value, count)
+                queue["waits"][at] = 0
+            elif is_due(pid, page):
+                ctypes.memset(arenas.address + page * arenas.page_bytes, value, arenas.page_bytes)
+                state["done"] += 1
+                queue["waits"][at] = 0
 
     @property
     def refused(self) -> int:
-        """Queued writes that were not done."""
+        """Queued writes that were refused."""
         return int(self._state[0]["refused"])
+
+    @property
+    def done(self) -> int:
+        """Queued writes that were done."""
+        return int(self._state[0]["done"])
 
     def _is_revoked(self, pid: int, started: int) -> bool:
         state = self._state[0]
         revoked = state["revoked"][: state["processes"]]
         return bool(((revoked["pid"] == pid) & (revoked["started"] == started)).any())
+
+
+def _tag(arenas: DeviceArenas) -> int:
+    """A number for a pool."""
+    return zlib.crc32(arenas.id.encode())
 
 
 def _map(at: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:

@@ -160,6 +160,9 @@ def _outer(value: Any) -> Any:
     return FarTensor(value) if isinstance(value, Tensor) else value
 
 
+OF_TORCH = ("plan_eviction", "stored_mass_limits")
+"""Ops that are calls of torch on a GPU too: the device runs them itself, and counts their waits."""
+
 _library = torch.library.Library("_", "IMPL")  # kept: it ends with its last reference
 _library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
 _factories = torch.library.Library("aten", "IMPL")
@@ -271,7 +274,8 @@ def quick_far() -> Iterator[Device]:
 def quick_device(patch: pytest.MonkeyPatch) -> Device:
     """The device with the kernels of the CPU, in any process."""
     for op in _ops_of_gpus():
-        patch.setitem(op.loaded, "far", partial(_run_near, op.name, op.on("cpu")))
+        near = partial(_run_near, op.name, op.on("cpu"))
+        patch.setitem(op.loaded, "far", op.on("cuda") if op.name in OF_TORCH else near)
     patch.setattr(torch, "inference_mode", torch.no_grad)
     return FarDevice()
 
@@ -289,7 +293,7 @@ def _run_near(name: str, kernel: Any, *args: Any, **kwargs: Any) -> Any:
     )  # fmt: skip
     found = work()
     _keep_in_graph(name, work, found)
-    return tree_map(_outer, found)
+    return _wrapped(found)
 
 
 def _with_slots_only(name: str, kernel: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -335,7 +339,19 @@ def _unwrapped(value: Any) -> Any:
         return [_unwrapped(item) for item in value]
     if not is_dataclass(value) or isinstance(value, type):
         return _inner(value)
-    parts = {part.name: getattr(value, part.name) for part in fields(value) if part.init}
-    changed = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    changed = _tensors(value)
     assert all(isinstance(part, FarTensor) for part in changed.values())
     return replace(value, **{name: part.inner for name, part in changed.items()})
+
+
+def _wrapped(found: Any) -> Any:
+    """What a kernel returns, with tensors of far in it."""
+    if not is_dataclass(found) or isinstance(found, type):
+        return tree_map(_outer, found)
+    return replace(found, **{name: FarTensor(part) for name, part in _tensors(found).items()})
+
+
+def _tensors(value: Any) -> dict[str, Tensor]:
+    """Fields of a dataclass that are tensors."""
+    parts = {part.name: getattr(value, part.name) for part in fields(value) if part.init}
+    return {name: part for name, part in parts.items() if isinstance(part, Tensor)}

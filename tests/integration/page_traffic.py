@@ -5,6 +5,10 @@
 The engines count them (``DevicePages.touch``): own memory, that of another device, or the bus. They
 run on a fake device with the kernels of the CPU. Layers, KV heads and head size are those of
 Llama-3.1-8B; all else is small, since pages do not depend on it. Decode steps are not counted.
+
+Pages lie in arenas of two GPUs that access each other (``peers``), in host memory with copies for
+decode (``host``), or raw ones on the GPU of prefill and compressor and others in host memory, for a
+decode worker without a GPU (``near``).
 """
 
 import argparse
@@ -16,6 +20,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests import device_server
 from tests.device_server import DeviceServer
 from tests.fake_driver import FakeDriver
 from tests.far import FarDevice, quick_device
@@ -26,9 +31,8 @@ from triptych.loadgen.report.host import host_info
 from triptych.workers.device import Device
 
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
-PLACES: tuple[tuple[Stage, str], ...] = (
-    ("prefill", "gpu-0"), ("compress", "gpu-0"), ("decode", "gpu-1"),
-)  # fmt: skip
+DECODE_ON = {"peers": "gpu-1", "host": "gpu-1", "near": ""}
+"""Device of the decode worker, by where pages lie."""
 POLICIES = ("diffkv", "uniform:k8v4", "uniform:k4v2", "uniform:fp16")
 POOL_BYTES = 1 << 30
 SMALL = 64
@@ -55,15 +59,17 @@ def save_model(path: Path, layers: int, tokens: int) -> Path:
 
 
 def count(
-    model: Path, policy: str, tokens: int, device: Device, *, on_devices: bool
+    model: Path, policy: str, tokens: int, device: Device, pages: str
 ) -> list[dict[str, object]]:
-    """Bytes that each stage reports for one prompt."""
+    """Bytes that each stage reports for one prompt; ``pages``: where they lie."""
+    places: list[tuple[Stage, str]] = [("prefill", "gpu-0"), ("compress", "gpu-0")]
+    places.append(("decode", DECODE_ON[pages]))
     settings: dict[str, object] = {
         "model": {"name": str(model), "dtype": "float32"},
         "pool": {
             "kv_cache_memory_bytes": POOL_BYTES,
             "prefix_bytes": 0,
-            "arena": "device" if on_devices else "host",
+            "arena": "host" if pages == "host" else "device",
         },
         "compressor": {"policy": policy, "profile": "none"},
         "decode": {"max_num_seqs": 1},
@@ -71,17 +77,19 @@ def count(
     prompt = [random.Random(1).randrange(2, 250) for _ in range(tokens)]
     sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
     with TemporaryDirectory() as folder:
-        driver = FakeDriver(Path(folder)) if on_devices else None
-        with DeviceServer(settings, model, Path(folder), PLACES, device, driver) as server:
+        driver = None if pages == "host" else FakeDriver(Path(folder))
+        host_bytes = POOL_BYTES if pages == "near" else 1
+        with DeviceServer(
+            settings, model, Path(folder), places, device, driver, host_bytes
+        ) as server:
             (done,) = server.complete([server.request(prompt, sampling)])
             assert done.error is None
             traffic = server.traffic()
-    arena = "peers" if on_devices else "host"
     return [
-        {"policy": policy, "pages": arena, "stage": stage, **{
+        {"policy": policy, "pages": pages, "stage": stage, **{
             link: traffic[stage][link] for link in ("own", "peer", "bus")
         }}
-        for stage, _ in PLACES
+        for stage, _ in places
     ]  # fmt: skip
 
 
@@ -95,14 +103,16 @@ def main() -> None:
     host, rows = host_info(), list[dict[str, object]]()
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         quick_device(patch)  # the kernels
+        patch.setattr(device_server, "PATIENCE_S", 900.0)
         device = FarDevice(free_bytes=2 * POOL_BYTES)
         model = save_model(Path(folder), asked.layers, asked.tokens)
         for policy in asked.policies.split(","):
-            for on_devices in (True, False):
-                rows += count(model, policy, asked.tokens, device, on_devices=on_devices)
-    if asked.json:
-        found = {"host": host, "tokens": asked.tokens, "layers": asked.layers, "rows": rows}
-        write_json(found, asked.json)
+            for pages in DECODE_ON:
+                rows += count(model, policy, asked.tokens, device, pages)
+                console.print(f"{policy}, {pages}")
+                if asked.json:
+                    found = {"tokens": asked.tokens, "layers": asked.layers, "rows": rows}
+                    write_json({"host": host, **found}, asked.json)
     console.print(make_table(tuple(rows[0]), [list(row.values()) for row in rows]))
 
 

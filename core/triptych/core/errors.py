@@ -108,6 +108,23 @@ class NotHeld(PoolError):
         return f"worker {self.worker!r} does not hold {self.pages} of the pages it named"
 
 
+class WritesPending(PoolError):
+    """A device still has queued writes of a dead worker: its pages cannot have an owner yet."""
+
+    http_status = 503
+    retryable = True
+    kind = "service_unavailable"
+    code = "worker_lost"
+    resumable = True
+
+    def __init__(self, worker: str) -> None:
+        super().__init__(worker)
+        self.worker = worker
+
+    def __str__(self) -> str:
+        return f"a device still has queued writes of worker {self.worker!r}: try again"
+
+
 class NotRegistered(PoolError):
     """The pool does not know this worker, so the worker holds nothing: it must connect again.
 

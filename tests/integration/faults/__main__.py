@@ -6,10 +6,11 @@
     python -m tests.integration.faults --seeds 1 --devices
 
 ``--parts`` tests the points of layer-wise prefill, ``--lowering`` those of requests whose high
-tokens become low, ``--devices`` all points with pages in arenas of devices of a fake driver. Prints
-a summary; writes a result file only with ``--json``. The exit code is 1 if an answer or a page was
-lost, if an answer changed after the death of a prefill, compress or decode worker, or if no process
-died at a point.
+tokens become low, ``--devices`` all but two, and two others, with pages in arenas of devices of a
+fake driver. Prints a summary; writes a result file only with ``--json``. The exit code is 1 if an
+answer or a page was lost, if an answer changed after the death of a prefill, compress or decode
+worker, if a queued write of a dead worker came to a page of another request, or if no process died
+at a point.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from rich.progress import track
 
 from tests.integration.faults.cluster import Cluster
 from tests.integration.faults.points import (
+    DEVICE_POINTS,
     LOWERING_POINTS,
     PART_POINTS,
     PLACES,
@@ -43,7 +45,13 @@ async def run(
     is_lowering: bool,
     on_devices: bool,
 ) -> int:
-    every = PART_POINTS if in_parts else LOWERING_POINTS if is_lowering else WHOLE_POINTS
+    every = WHOLE_POINTS
+    for is_chosen, chosen in (
+        (in_parts, PART_POINTS),
+        (is_lowering, LOWERING_POINTS),
+        (on_devices, DEVICE_POINTS),
+    ):
+        every = chosen if is_chosen else every
     points = [point for point in every if point.role in wanted or point.name in wanted]
     trials = list[Trial]()
     bad = list[Trial]()
@@ -59,9 +67,11 @@ async def run(
                     if not trial.is_good(point):
                         bad.append(trial)
                         console.print(trial, soft_wrap=True)
-                if out:
-                    done = range(seeds.start, seed + 1)
-                    write_json(report(done, trials, bad, dict(cluster.deaths)), out)
+                    if out:
+                        done = range(seeds.start, seed + 1)
+                        found = report(done, trials, bad, dict(cluster.deaths))
+                        late = {"late_writes": cluster.late_writes} if on_devices else {}
+                        write_json(found | late, out)
     show(trials)
     return 1 if bad else 0
 

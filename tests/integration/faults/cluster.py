@@ -6,32 +6,44 @@ everything. So thousands of deaths can be tried where Ray allows for dozens.
 
 import asyncio
 import contextlib
+import faulthandler
 import itertools
 import logging
 import multiprocessing
+import os
 import random
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self, cast
 
+import numpy as np
 import pytest
 import torch
 
 from tests.fake_driver import FakeDriver
-from tests.integration.faults.points import EXIT_CODE, POINTS, TAKEOVER, Board, watch_points
+from tests.integration.faults.points import (
+    EXIT_CODE,
+    LAST_ACTS,
+    POINTS,
+    TAKEOVER,
+    Board,
+    watch_points,
+)
 from tests.learned import networks_beside
 from tests.tiny import DIFFKV
 from triptych.cli.pool import pool_at
 from triptych.core.config import AppConfig
 from triptych.core.errors import PoolError
+from triptych.core.handles import LeaseId
+from triptych.core.images import Image
 from triptych.core.messages import Failed, Preempt, Request, Send
 from triptych.deployments.app import make_plan
 from triptych.deployments.app_plan import AppPlan
@@ -40,19 +52,32 @@ from triptych.deployments.replicas.router import RouterReplica
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport import run_dir
-from triptych.kvpool import DeviceMemory, PoolServer, PoolStats, PrefixSettings
+from triptych.kvpool import DeviceArenas, DeviceMemory, PoolServer, PoolStats, PrefixSettings
 from triptych.kvpool.rpc.calls import CheckPool, StatPool
+from triptych.kvpool.rpc.local_pool import PoolCall
+from triptych.kvpool.rpc.page_cache import _TAKEN
 from triptych.router import RequestAttempts, Scheduler
 from triptych.router.passes.migration import can_move
 from triptych.router.state.request_table import State
+from triptych.workers.device import CPU
+from triptych.workers.encode.encode_engine import EncodeEngine
 
 ROLES = ("pool", "router", "prefill", "compress", "decode", "decode")
+WITH_IMAGES = (*ROLES, "encode")
 WATCHED = {"prefill": ("prefill",), "compress": ("compress",), "decode": ("decode", TAKEOVER)}
-DEVICES = {"prefill": "gpu-0", "compress": "gpu-0", "decode": "gpu-1"}
+DEVICES = {"prefill": "gpu-0", "compress": "gpu-0", "decode": "gpu-1", "encode": "gpu-0"}
 """Where the workers of each role compute if pages are on devices."""
+LINGER_S = 0.2
+"""How long devices go on with the work of a dead worker."""
+LATE_WRITES, LATE_BYTE = 16, 0xFF
+"""Most writes that a worker leaves to its device when it dies, and what they write: NaN."""
 ABSENT = -1
 LOOK_EVERY_S = 0.02
 PATIENCE_S = 60.0
+LONGEST_LOOK_S = 6.0
+"""One look asks a pool, which may take its time-out."""
+STACKS = signal.SIGUSR1
+"""Has a process print the stacks of its threads to stderr."""
 
 MOVES_A_FRAME = 0.3
 """Requests that are moved with each frame that reaches the router."""
@@ -85,16 +110,21 @@ class Cluster:
         in_parts: bool = False,
         is_lowering: bool = False,
         on_devices: bool = False,
+        revokes: bool = True,
         methods: Sequence[str] = (),
+        compressor: Mapping[str, str] = MappingProxyType({}),
         **pool: Any,
     ) -> None:
-        """``on_devices``: pages are in arenas of devices of a fake driver, and workers compute on
-        these devices. ``in_parts``: no prefixes are kept, and prompts are encoded layer by layer.
-
+        """``in_parts``: no prefixes are kept, and prompts are encoded layer by layer.
         ``is_lowering``: nearly all tokens are high, and running requests are lowered at random.
+
+        ``on_devices``: pages are in arenas of devices of a fake driver, and workers compute on
+        these devices. A worker that dies at a point has writes queued there, which come as late as
+        a device may do them. ``revokes``: as of ``FakeDriver``. A model that reads images has an
+        encode worker too. ``compressor`` and ``pool``: further settings of these.
         """
         each = {"num_replicas": shards, "num_gpus": int(on_devices)}
-        self._is_lowering, self._on_devices = is_lowering, on_devices
+        self._is_lowering, self._on_devices, self._revokes = is_lowering, on_devices, revokes
         self.shares_prefixes = not in_parts and not on_devices
         """Whether requests read pages of the prefix cache; those on devices have copies."""
         arena = {"arena": "device"} if on_devices else {}
@@ -107,11 +137,13 @@ class Cluster:
                 "actor": each,
                 "profile": "none",
                 **DIFFKV,
-                "alpha_low": 0.008,
+                "alpha_low": 0.002,
                 "methods": list(methods),
                 "learned": networks_beside(model),
                 **classes,
+                **compressor,
             },
+            "encode": {"actor": {"threads": 1, **each}, "cache_bytes": 1 << 18},
             "prefill": {"actor": {"threads": 1, **each}, **parts},
             "decode": {
                 "actor": {"threads": 1, **each, "num_replicas": 2 * shards},
@@ -130,7 +162,8 @@ class Cluster:
         config = AppConfig.from_mapping(settings)
         self.plan = make_plan(config)
         self._plans = [self.plan.of_shard(config, shard) for shard in range(shards)]
-        self._roles = [(role, shard) for shard in range(shards) for role in ROLES]
+        roles = WITH_IMAGES if self.plan.vision.layout else ROLES
+        self._roles = [(role, shard) for shard in range(shards) for role in roles]
         size = len(POINTS)
         self.board = Board(RawArray("i", size), RawArray("i", size))
         self.deaths = Counter[str]()
@@ -144,6 +177,7 @@ class Cluster:
         self._attempts = Counter[str]()
         self._count_attempts()
         self._watching: asyncio.Task[None] | None = None
+        self._driver: FakeDriver | None = None
 
     async def __aenter__(self) -> Self:
         for index in range(len(self._roles)):
@@ -153,6 +187,7 @@ class Cluster:
         await self.until(self._is_whole, "all processes are there")
         arenas = len(self.ledger().arenas)
         assert arenas == (1 + len({*DEVICES.values()}) if self._on_devices else 1)
+        self._driver = FakeDriver(self.plan.run_dir) if self._on_devices else None
         return self
 
     async def __aexit__(
@@ -165,7 +200,7 @@ class Cluster:
         if self._watching is not None:
             self._watching.cancel()
         try:
-            await asyncio.to_thread(self._stop, "prefill", "compress", "decode")
+            await asyncio.to_thread(self._stop, *DEVICES)
             if kind is None:
                 faults = await asyncio.to_thread(self._faults, only_prefixes=True)
                 assert faults == [], faults
@@ -174,7 +209,13 @@ class Cluster:
             await asyncio.to_thread(self._stop, "router", "pool")
             run_dir.remove_orphans()
 
-    async def answer(self, request: Request, salt: str = "", session: str = "") -> Answer:
+    async def answer(
+        self,
+        request: Request,
+        salt: str = "",
+        session: str = "",
+        images: Sequence[Image] = (),
+    ) -> Answer:
         """One client's request, from submission to its end.
 
         It shares its prefix with those of the same salt, and with nobody if there is none. Without
@@ -189,11 +230,12 @@ class Cluster:
             cache_salt=salt or name,  # each prompt is computed, and kept
             session=session or name,  # and its answer is kept as well
             method=request.method,
+            images=request.images,
         )
         answer = Answer([], f"no end within {PATIENCE_S:.0f} s")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
-                async for event in self.engine.generate([asked]):
+                async for event in self.engine.generate([asked], images):
                     if isinstance(event, Failed):
                         answer.ending = f"{event.code}: {event.message}"
                     else:
@@ -221,21 +263,33 @@ class Cluster:
         await self.until(lambda: self._faults() == [], "the books are even")
 
     async def until(self, holds: Callable[[], bool], what: str) -> None:
-        """Wait for something; raises TimeoutError that says for what."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                while not await asyncio.to_thread(holds):  # noqa: ASYNC110
-                    await asyncio.sleep(LOOK_EVERY_S)
-        except TimeoutError:
-            now = (list(self._taken), await asyncio.to_thread(self._faults))
-            raise TimeoutError(f"not within {PATIENCE_S:.0f} s: {what}; now {now}") from None
+        """Wait for something; raises TimeoutError that says for what.
+
+        Then all processes print the stacks of their threads. Time in which this process stood still
+        does not count: so did the others, as a rule.
+        """
+        waited_s, looked = 0.0, time.monotonic()
+        while not await asyncio.to_thread(holds):
+            waited_s += min(time.monotonic() - looked, LONGEST_LOOK_S)
+            looked = time.monotonic()
+            if waited_s > PATIENCE_S:
+                now = (list(self._taken), await asyncio.to_thread(self._faults))
+                self._print_stacks()
+                raise TimeoutError(f"not within {PATIENCE_S:.0f} s: {what}; now {now}")
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _print_stacks(self) -> None:
+        for process in self._processes.values():
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, STACKS)
 
     # ---------------------------------------------------------------- processes
 
     def _start(self, index: int) -> None:
         self._taken[index] = ABSENT
         role, shard = self._roles[index]
-        args = (role, self._plans[shard], self.board, self._taken, index, self._is_lowering)
+        modes = {"is_lowering": self._is_lowering, "revokes": self._revokes}
+        args = (role, self._plans[shard], self.board, self._taken, index, modes)
         process = FORKS.Process(target=run, args=args, daemon=True)
         process.start()
         self._processes[index] = process
@@ -271,6 +325,15 @@ class Cluster:
         with pool_at(self.plan.pool_address) as pool:
             return pool.call(StatPool())
 
+    @property
+    def late_writes(self) -> dict[str, int]:
+        """Queued writes of dead workers that were refused, and those that came to pages of others.
+
+        Of a cluster with pages on devices.
+        """
+        assert self._driver is not None
+        return {"refused": self._driver.refused, "done": self._driver.done}
+
     def kill(self, role: str, shard: int = 0) -> None:
         """End the first process of a role in a shard without a word."""
         self._processes[self._roles.index((role, shard))].kill()
@@ -288,6 +351,8 @@ class Cluster:
             return [str(error)]
         if ledger.request_pages != ledger.prefix_pages:
             wrong.append(f"requests hold pages: {ledger.by_request}")
+        if self._driver and self._revokes and self._driver.done:
+            wrong.append(f"{self._driver.done} late writes of dead workers came to pages of others")
         if only_prefixes and ledger.extent_pages:
             wrong.append(f"workers that left hold {ledger.extent_pages} pages")
         return wrong
@@ -296,29 +361,33 @@ class Cluster:
 # ---------------------------------------------------------------- in the processes
 
 
-def run(role: str, plan: AppPlan, board: Board, taken: Any, index: int, is_lowering: bool) -> None:
+def run(
+    role: str, plan: AppPlan, board: Board, taken: Any, index: int, modes: dict[str, bool]
+) -> None:
     """Be one of the server's processes."""
+    faulthandler.register(STACKS)
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # what is said of deaths is no news here
     for watched in WATCHED.get(role, (role,)):
         watch_points(watched, board)
     if role == "pool":
-        be_pool(plan, taken, index)
+        be_pool(plan, taken, index, revokes=modes["revokes"])
     else:
         asyncio.run(
-            be_router(plan, taken, index, is_lowering=is_lowering)
+            be_router(plan, taken, index, is_lowering=modes["is_lowering"])
             if role == "router"
             else be_worker(role, plan, taken, index)
         )
 
 
-def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
+def be_pool(plan: AppPlan, taken: Any, index: int, *, revokes: bool) -> None:
     run_dir.remove_orphans()
     place = run_dir.RunDir.enter(plan.run_dir)
     prefixes = PrefixSettings.of(plan.config.pool, plan.pages)
     memory = None
     if plan.config.pool.arena == "device":
-        driver, devices = FakeDriver(plan.run_dir), tuple(dict.fromkeys(DEVICES.values()))
+        driver = FakeDriver(plan.run_dir, revokes=revokes, linger_s=LINGER_S)
+        devices = tuple(dict.fromkeys(DEVICES.values()))
         memory = DeviceMemory(driver, devices, plan.host_arena_bytes)
     server = PoolServer(
         plan.config.pool,
@@ -327,6 +396,8 @@ def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
         prefixes=prefixes,
         device_memory=memory,
     )
+    if memory:
+        write_late(server)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     server.start()
@@ -334,6 +405,29 @@ def be_pool(plan: AppPlan, taken: Any, index: int) -> None:
     stop.wait()
     server.stop()
     place.leave()
+
+
+def write_late(server: PoolServer) -> None:
+    """Do what dead workers have queued once its pages have another owner, after each call."""
+    owned, pool = server._memory, server._pool
+    assert owned is not None
+    driver, shape = owned.driver, owned.arenas.shape
+    assert isinstance(driver, FakeDriver)
+    everywhere = DeviceArenas(owned.arenas.id, shape, driver, owned.descriptors, shape.devices[0])
+    call, leases = pool.call, pool.page_pool._leases
+
+    def is_elsewhere(pid: int, page: int) -> bool:
+        lease = leases.by_id.get(LeaseId(int(leases.owner[page])))
+        return lease is not None and lease.worker.process.pid != pid
+
+    def call_and_write(asked: PoolCall[Any]) -> Any:
+        try:
+            return call(asked)
+        finally:
+            with pool.lock:
+                driver.run_queue(everywhere, is_elsewhere)
+
+    pool.call = call_and_write
 
 
 def move_at_random() -> None:
@@ -386,20 +480,40 @@ async def be_router(plan: AppPlan, taken: Any, index: int, *, is_lowering: bool)
 
 
 class Worker(WorkerReplica):
-    """A worker that lets others see how many pages it has in use."""
+    """A worker that lets others see how many pages it has in use, beside its cache of features."""
 
     @property
     def pages_in_use(self) -> int:
-        return ABSENT if self._pool.is_lost else self._pool.allocated_pages
+        if self._pool.is_lost:
+            return ABSENT
+        engines = self._loop._engines
+        cached = sum(one.cache._used for one in engines if isinstance(one, EncodeEngine))
+        return self._pool.allocated_pages - cached
+
+    def queue_writes(self) -> None:
+        """Leave writes to pages of this worker's requests to its device."""
+        arenas, cache = self._pool.arena, self._pool._page_cache
+        if self._pool.is_lost:
+            return
+        assert isinstance(arenas, DeviceArenas)
+        assert isinstance(arenas.driver, FakeDriver)
+        attached = cache._attached.items()
+        held = [ids[cache._where[ids] == lease] for lease, ids in attached]
+        held = np.concatenate([np.flatnonzero(cache._where == _TAKEN), *held])
+        for page in held[arenas.arenas_of(held) > 0][:LATE_WRITES].tolist():
+            arenas.driver.queue_write(arenas, page, LATE_BYTE)
 
 
 def use_device(plan: AppPlan, name: str) -> None:
-    """Compute on a device of the fake driver, with the kernels of the CPU."""
+    """Compute on a device of the fake driver, with the kernels of the CPU.
+
+    A vision tower computes on the host, where its features are.
+    """
     from tests.far import quick_device  # noqa: PLC0415 - adds a device to torch
 
     driver, device = FakeDriver(plan.run_dir), quick_device(pytest.MonkeyPatch())
     worker._own_gpu = lambda _plan: (driver, name)
-    worker.device_of = lambda _config, _stages: device
+    worker.device_of = lambda _config, stages: CPU if "encode" in stages else device
 
 
 async def be_worker(role: str, plan: AppPlan, taken: Any, index: int) -> None:
@@ -408,6 +522,8 @@ async def be_worker(role: str, plan: AppPlan, taken: Any, index: int) -> None:
         use_device(plan, DEVICES[role])
     shell = Worker.__new__(Worker)
     await shell.__init__(plan, [cast(Any, role)])
+    if plan.config.pool.arena == "device":
+        LAST_ACTS.append(shell.queue_writes)
     while not stop.is_set():
         taken[index] = shell.pages_in_use
         with contextlib.suppress(TimeoutError):

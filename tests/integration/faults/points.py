@@ -6,6 +6,7 @@ from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.fake_driver import FakeDriver
 from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.kvpool.rpc.calls import (
     AdoptRequest,
@@ -130,13 +131,19 @@ LOWERING: dict[str, dict[str, Place]] = {
         "plan a lowering": (Lowering, "prepare"),
         "lower pages": (Lowering, "apply"),
         "move lowered tokens": (Lowering, "_move"),
-        "note a lowering": (Checkpoint, "replace_classes"),
-        "put lowered tables in place": (Checkpoint, "complete_lowering"),
+        "keep the tables before a lowering": (Checkpoint, "keep_classes"),
+        "record a lowering": (Lowering, "_record_phase"),
         "renew the lease": (RequestHandover, "renew_lease"),
     },
     "router": {"lowered": (MemoryLowering, "lowered")},
 }
 """The same where high tokens of running requests become low."""
+
+
+REVOKING: dict[str, dict[str, Place]] = {POOL: {"revoke a dead worker": (FakeDriver, "revoke")}}
+"""What else is done where pages are on devices. A decode worker dies first."""
+NOT_ON_DEVICES = "pin what is shared"
+"""What is not done there: requests copy prefixes, and read none in place."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,11 @@ class Point:
     def name(self) -> str:
         return f"{self.role}: {self.edge} {self.place}"
 
+    @property
+    def is_second(self) -> bool:
+        """Whether the process comes there after the death of a decode worker."""
+        return self.role == TAKEOVER or self.place in REVOKING[POOL]
+
 
 def points_of(places: dict[str, dict[str, Place]]) -> list[Point]:
     return [
@@ -163,9 +175,17 @@ def points_of(places: dict[str, dict[str, Place]]) -> list[Point]:
 
 WHOLE_POINTS, PART_POINTS = points_of(PLACES), points_of(PARTS)
 LOWERING_POINTS = points_of(LOWERING)
-POINTS = [*WHOLE_POINTS, *PART_POINTS, *LOWERING_POINTS]
+REVOKING_POINTS = points_of(REVOKING)
+DEVICE_POINTS = [
+    *(point for point in WHOLE_POINTS if point.place != NOT_ON_DEVICES),
+    *REVOKING_POINTS,
+]
+POINTS = [*WHOLE_POINTS, *PART_POINTS, *LOWERING_POINTS, *REVOKING_POINTS]
 FIRST_DEATH = Point("decode", "before", "compute")
-"""Where the decode worker dies whose requests a takeover worker continues."""
+"""Where a decode worker dies before a takeover worker, or the pool that revokes it."""
+
+LAST_ACTS = list[Callable[[], None]]()
+"""What this process does before it dies at a point."""
 
 Counters = MutableSequence[int]
 """One number for each of ``POINTS``, shared by all processes."""
@@ -198,6 +218,8 @@ class Board:
         if self.left[index]:
             self.left[index] -= 1
             if not self.left[index]:
+                for act in LAST_ACTS:
+                    act()
                 os._exit(EXIT_CODE)
 
 
@@ -205,7 +227,8 @@ def watch_points(role: str, board: Board) -> None:
     """From now on this process counts what it passes, and dies where it is told to."""
     for index, point in enumerate(POINTS):
         if point.role == role and point.edge == "before":
-            every = PLACES[role] | PARTS.get(role, {}) | LOWERING.get(role, {})
+            kinds = (PLACES, PARTS, LOWERING, REVOKING)
+            every = {name: place for kind in kinds for name, place in kind.get(role, {}).items()}
             place = every[point.place]
             owner, name, sent = function_of(role, place)
             setattr(owner, name, _watched(getattr(owner, name), board, index, sent))

@@ -10,7 +10,6 @@ from tests.integration.faults.points import (
     FIRST_DEATH,
     LOWERING_POINTS,
     POINTS,
-    TAKEOVER,
     Point,
 )
 from triptych.core.messages import Request, Sampling
@@ -24,6 +23,8 @@ UNCACHED = tuple(random.Random("uncached").choices(range(2, 250), k=150))
 STARVED_S = 1.5
 """Pause of this process after which an answer that was computed again says nothing: others paused
 as long, and messages of seconds ago count as lost."""
+STOPPED_S = 10.0
+"""Pause after which nothing of a trial says anything: somebody has stopped the processes."""
 TRIES = 8
 """Attempts of a trial: requests migrate at random, so one attempt may not pass the point."""
 SAME_TOKENS = ("prefill", "compress", "decode")
@@ -162,6 +163,8 @@ class Trials:
         for _ in range(TRIES - 1):
             trial = await self._try(point, seed)
             is_doubtful = trial.is_starved and trial.retried > 0
+            if trial.longest_pause_s > STOPPED_S:
+                continue
             if (trial.died and not is_doubtful) or trial.lost or trial.faults:
                 return trial
         return await self._try(point, seed)
@@ -171,7 +174,7 @@ class Trials:
         salt = await prepare(self.cluster)
         number = luck.randint(1, max(1, self._usual_passes(point) // 2))
         board.arm(point, number)
-        if point.role == TAKEOVER:
+        if point.is_second:
             board.arm(FIRST_DEATH, luck.randint(2, ANSWER_TOKENS))
         self.cluster.longest_pause_s = 0.0
         answers, faults = await concurrent_answers(self.cluster, salt, seed), list[str]()
@@ -199,4 +202,4 @@ class Trials:
 
     def _usual_passes(self, point: Point) -> int:
         """Expected passes of a point; a takeover worker continues one or two requests."""
-        return 2 if point.role == TAKEOVER else self.passes[point]
+        return 2 if point.is_second else self.passes[point]

@@ -3,9 +3,10 @@
 """The device of a stage, and its access to memory shared with other processes."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -164,6 +165,18 @@ def put_beside(tensor: Tensor, numbers: Numbers) -> Tensor:
     """A tensor of an array, on the device of another tensor."""
     source = _pinned(numbers) if tensor.is_cuda else torch.from_numpy(numbers)
     return source.to(tensor.device, non_blocking=True)
+
+
+def read_together(numbers: Sequence[Tensor]) -> list[NDArray[np.int32]]:
+    """Tensors of int32 of one device on the host, after one wait; none if there are none."""
+    if len(numbers) < 2:
+        return [each.cpu().numpy() for each in numbers]
+    flat = torch.cat([each.reshape(-1) for each in numbers]).cpu().numpy()
+    ends = list(accumulate(each.numel() for each in numbers))
+    return [
+        part.reshape(tuple(each.shape))
+        for part, each in zip(np.split(flat, ends[:-1]), numbers, strict=True)
+    ]
 
 
 class _Mapped:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -23,7 +23,7 @@ from triton.errors import TritonError
 
 from triptych.core.errors import ConfigError, TriptychError
 from triptych.kernels.codegen.machine_code import Loop, loads_of, loops_of
-from triptych.kernels.codegen.variants import all_variants, usual_variants
+from triptych.kernels.codegen.variants import all_variants, served_variants, usual_variants
 from triptych.kernels.triton.launch import Launch, is_interpreted, planned_for
 from triptych.kernels.triton.triton_layout import Form
 
@@ -129,8 +129,12 @@ class Compiled:
         return {**asdict(self), "narrowest_load": self.narrowest_load, "passes": passes}
 
 
-def tasks(targets: Sequence[str], *, quick: bool = False) -> list[Task]:
-    """All kernels for all targets; ``quick``: only the usual variant of each kernel.
+Extent = Literal["quick", "served", "all"]
+"""Which variants: the usual one of each kernel, those of default methods (``SERVED``), or all."""
+
+
+def tasks(targets: Sequence[str], extent: Extent = "served") -> list[Task]:
+    """Kernels to compile for some targets.
 
     Raises:  ConfigError for an unknown target, or where kernels are interpreted
     """
@@ -139,7 +143,7 @@ def tasks(targets: Sequence[str], *, quick: bool = False) -> list[Task]:
     for target in targets:
         if target not in TARGETS:
             raise ConfigError(f"no target {target!r} (have {', '.join(TARGETS)})")
-    variants = usual_variants() if quick else all_variants()
+    variants = {"quick": usual_variants, "served": served_variants, "all": all_variants}[extent]()
     return [Task(*name, target) for target in targets for name in variants]
 
 

@@ -28,14 +28,14 @@ from triptych.kernels.pointwise import gpu as pointwise
 from triptych.kernels.prefill import gpu as prefill
 from triptych.kernels.select import KINDS, Rule, Summaries, tile_bytes
 from triptych.kernels.select import gpu as select
-from triptych.kernels.served_layouts import ServedLayouts, served_layouts
+from triptych.kernels.served_layouts import FIRST, ServedLayouts, served_layouts
 from triptych.kernels.triton.launch import Launch
 
 HEAD_DIMS = (64, 96, 128, 256)
 LATENT_DIM = 512 + 64
 """Size of DeepSeek's latents, with the rotated part of a key."""
-MOVED_DIMS = (64, 128)
-"""Head sizes of moves between all pairs of layouts, which are many."""
+FEW_DIMS = (64, 128)
+"""Head sizes of what has many variants: moves between all pairs of layouts, adaptive selection."""
 MAIN = "diffkv"
 """The method whose calls are compiled in all kinds; its requests have pages of four tables."""
 PASTS = (None, "fp16", "k8v4", "k4v2")
@@ -65,19 +65,62 @@ RICH = Kind(window=100, softcap=30.0)
 HALF = Kind(torch.float16)
 
 
+class Scope(NamedTuple):
+    """Which variants are planned."""
+
+    dims: tuple[int, ...] = HEAD_DIMS
+    methods: tuple[str, ...] = ()
+    """Methods whose layouts are planned; empty: all."""
+    kinds: tuple[Kind, ...] = ()
+    """Empty: all."""
+
+    def served(self, dim: int) -> list[ServedLayouts]:
+        """Layouts of each method."""
+        layouts = served_layouts(dim)
+        return [layouts[name] for name in self.methods or layouts]
+
+    def few_dims(self) -> list[int]:
+        """Those of ``FEW_DIMS`` that are planned."""
+        return [dim for dim in FEW_DIMS if dim in self.dims]
+
+    def some(self, kinds: Sequence[Kind]) -> list[Kind]:
+        """Those of some kinds that are planned."""
+        return [kind for kind in kinds if not self.kinds or kind in self.kinds]
+
+
+EVERYTHING = Scope()
+SERVED = Scope((128,), FIRST, (USUAL, EXACT))
+"""What engines run for the default methods on models with the most common heads."""
+
+
 def all_variants() -> dict[tuple[str, str], Launch]:
     """Launches of all kernels by kernel and variant, without duplicates."""
-    planned = chain(
-        _decode(), _scores(), _select(), _prefill(), _codec(), _compact(), _pointwise(), _draw(),
-        _latents(), [("d128 bf16", [flash_attention.plan()])],
-    )  # fmt: skip
     made, seen = dict[tuple[str, str], Launch](), set[str]()
-    for variant, launch in ((name, launch) for name, many in planned for launch in many):
-        key = f"{launch.name} {launch.source().signature} {launch.constants}"
-        if key not in seen:
+    for variant, launch in _planned(EVERYTHING):
+        if (key := _key(launch)) not in seen:
             seen.add(key)
             made[_unused(made, launch.name, variant)] = launch
     return made
+
+
+def served_variants() -> dict[tuple[str, str], Launch]:
+    """Those of all variants that engines run as ``SERVED`` says, and the usual ones."""
+    keys = {_key(launch) for _, launch in _planned(SERVED)}
+    served = {name: launch for name, launch in all_variants().items() if _key(launch) in keys}
+    return served | usual_variants()
+
+
+def _planned(scope: Scope) -> Iterator[tuple[str, Launch]]:
+    parts = (_decode, _scores, _select, _prefill, _codec, _compact, _pointwise)
+    planned = chain(*(part(scope) for part in parts), _draw(), _latents())
+    for name, launches in chain(planned, [("d128 bf16", [flash_attention.plan()])]):
+        for launch in launches:
+            yield name, launch
+
+
+def _key(launch: Launch) -> str:
+    """What tells a compiled kernel from others."""
+    return f"{launch.name} {launch.source().signature} {launch.constants}"
 
 
 def _unused(made: Mapping[tuple[str, str], Launch], kernel: str, variant: str) -> tuple[str, str]:
@@ -130,11 +173,11 @@ def usual_variants() -> dict[tuple[str, str], Launch]:
     return {name: made[name] for name in (*USUAL_VARIANTS.items(), *LIMITED_VARIANTS)}
 
 
-def _decode() -> Iterator[Planned]:
+def _decode(scope: Scope) -> Iterator[Planned]:
     """Decode attention over all pages of each method, and over page lists."""
-    kinds = (USUAL, Kind(group=1), Kind(group=32), EXACT, RICH)
-    for dim in HEAD_DIMS:
-        for served in served_layouts(dim).values():
+    kinds = scope.some((USUAL, Kind(group=1), Kind(group=32), EXACT, RICH))
+    for dim in scope.dims:
+        for served in scope.served(dim):
             for kind in kinds if served.method == MAIN else (USUAL, EXACT):
                 yield f"{served.method} d{dim} {kind}", _attention(served, kind)
                 yield (
@@ -163,12 +206,12 @@ def _attention(
     )  # fmt: skip
 
 
-def _scores() -> Iterator[Planned]:
+def _scores(scope: Scope) -> Iterator[Planned]:
     """Scores of tokens, which decode writes into each table that has some."""
-    for dim in HEAD_DIMS:
-        for served in served_layouts(dim).values():
+    for dim in scope.dims:
+        for served in scope.served(dim):
             kinds = (USUAL, Kind(group=32), EXACT, RICH) if served.method == MAIN else (USUAL,)
-            for kind, mirrored in product(kinds, (False, True)):
+            for kind, mirrored in product(scope.some(kinds), (False, True)):
                 lse, arena = _meta(4, 8 * kind.group, dtype=torch.float32), _arena_of(served)
                 yield (
                     f"{served.method} d{dim} {kind}{' mirror' if mirrored else ''}",
@@ -181,13 +224,14 @@ def _scores() -> Iterator[Planned]:
     yield "any", [decode.plan_record(progress, _meta(4), _meta(4), 3, 32)]
 
 
-def _select() -> Iterator[Planned]:
+def _select(scope: Scope) -> Iterator[Planned]:
     """Page selection in rows of pages of all classes, short and long; recent pages have no
     summaries."""
     adaptive = Rule.of(0.3, omitted_mass=0.1)
+    kinds, more = scope.some((USUAL, Kind(group=1))), scope.some((USUAL, Kind(group=32), EXACT))
     wanted = chain(
-        product(HEAD_DIMS, KINDS, (USUAL, Kind(group=1)), (Rule.of(0.3),), (16, 300)),
-        product((64, 128), ("moments",), (USUAL, Kind(group=32), EXACT), (adaptive,), (16, 300)),
+        product(scope.dims, KINDS, kinds, (Rule.of(0.3),), (16, 300)),
+        product(scope.few_dims(), ("moments",), more, (adaptive,), (16, 300)),
     )
     for dim, how, kind, rule, width in wanted:
         cache = _sections(served_layouts(dim)[MAIN], kind, width)
@@ -204,11 +248,11 @@ def _select() -> Iterator[Planned]:
         )  # fmt: skip
 
 
-def _prefill() -> Iterator[Planned]:
+def _prefill(scope: Scope) -> Iterator[Planned]:
     wanted = chain(
-        product(HEAD_DIMS, PASTS, (USUAL,)),
-        product(HEAD_DIMS, (None, "k8v4"), (EXACT, RICH)),
-        product(HEAD_DIMS, (None, "fp16"), (HALF,)),
+        product(scope.dims, PASTS, (USUAL,)),
+        product(scope.dims, (None, "k8v4"), scope.some((EXACT, RICH))),
+        product(scope.dims, (None, "fp16"), scope.some((HALF,))),
     )
     for dim, name, kind in wanted:
         query = _meta(100, 8 * kind.group, dim, dtype=kind.dtype)
@@ -236,10 +280,10 @@ def _prefill() -> Iterator[Planned]:
         )
 
 
-def _codec() -> Iterator[Planned]:
+def _codec(scope: Scope) -> Iterator[Planned]:
     """Stores and loads of each layout, and what engines move and copy between two."""
-    for dim in HEAD_DIMS:
-        served = served_layouts(dim).values()
+    for dim in scope.dims:
+        served = scope.served(dim)
         layouts = dict.fromkeys(layout for one in served for layout, _ in one.sections)
         for layout in layouts:
             yield from _stores(layout)
@@ -249,8 +293,8 @@ def _codec() -> Iterator[Planned]:
                 _named(layout),
                 codec.plan_load(_pages(layout), layout, *table, out, out, _meta(7, 50)),
             )
-    for dim in MOVED_DIMS:
-        served = served_layouts(dim).values()
+    for dim in scope.few_dims():
+        served = scope.served(dim)
         for source, target in dict.fromkeys(pair for one in served for pair in one.moves):
             old, new = _section(source), _section(target, RICH)
             moves = _meta(4), _meta(4, 8, new.layout.tokens), _meta(4, 8, new.layout.tokens)
@@ -275,11 +319,11 @@ def _stores(layout: PageLayout) -> Iterator[Planned]:
         yield f"{name} mirror", codec.plan_append(arena, _section(layout), new, new, *three, arena)
 
 
-def _compact() -> Iterator[Planned]:
+def _compact(scope: Scope) -> Iterator[Planned]:
     scores, limits = _meta(7, 500).float(), _meta(7).float()
     outputs = _meta(7, 500, dtype=torch.uint8), _meta(7, 500), _meta(7, 2)
     yield "any", compact.plan(scores, _meta(7), limits, limits, 4, 64, *outputs)
-    for dim, method in product(HEAD_DIMS, (MAIN, "uniform:k8v4")):
+    for dim, method in product(scope.dims, (MAIN, "uniform:k8v4")):
         row, found = _meta(4), Retirement(_meta(4, 8, Retirement.width(20)))
         served = served_layouts(dim)[method]
         high, low, *_ = *(_section(layout) for layout in served.plan.classes), None
@@ -289,7 +333,7 @@ def _compact() -> Iterator[Planned]:
         yield f"{method} d{dim}", made
 
 
-def _pointwise() -> Iterator[Planned]:
+def _pointwise(scope: Scope) -> Iterator[Planned]:
     """Norms of rows and of heads, rotations and gates."""
     for dtype, width in product((torch.bfloat16, torch.float32), (576, 2048, 4096, 8192)):
         hidden, delta = _meta(4, width).float(), _meta(4, width, dtype=dtype)
@@ -300,7 +344,7 @@ def _pointwise() -> Iterator[Planned]:
             [pointwise.plan_norm(hidden, None, *norm[:2], None, delta)],
         )
         yield _short(dtype), [pointwise.plan_gate(delta, delta[:, : width // 2])]
-    for dim, kind in product(HEAD_DIMS, (USUAL, EXACT)):
+    for dim, kind in product(scope.dims, (USUAL, EXACT)):
         query = _query(dim, kind)
         key, exact, angles = query[:, :8], query.float(), _meta(4, dim // 2).float()
         weight, outputs = _meta(dim).float(), (exact, exact[:, :8], exact[:, :8])

@@ -20,7 +20,9 @@ def plan_eviction(
     *,
     count: int,
 ) -> Retirement[Tensor]:
-    """See ``evict.plan_eviction``: the same integers."""
+    """See ``evict.plan_eviction``: the same integers. All pages of the high table are read, up to
+    the width of ``high.pages``: the host does not wait for token counts.
+    """
     check_indices(slots, most, newest)
     check_arena(arena, high.layout)
     at = slots.long()
@@ -41,10 +43,10 @@ def plan_eviction(
 
 def _order(arena: Tensor, high: Section, at: Tensor, stored: Tensor, newest: Tensor) -> Tensor:
     """Places of the high tokens of each row in the order in which they go, [R, KH, N]."""
-    layout, width = high.layout, high.layout.pages(int(stored.max()))
+    layout, width = high.layout, high.pages.shape[-1]
     place = torch.arange(width * layout.tokens, device=arena.device)
     used = torch.arange(width, device=arena.device) < -(-stored // layout.tokens)[..., None]
-    pages = torch.where(used, high.forward_pages[at][..., :width], 0).long()
+    pages = torch.where(used, high.forward_pages[at], 0).long()
     parts = segments(arena, layout)
     positions, scores = (part[pages].flatten(2) for part in (parts.positions, parts.scores))
     is_new = positions >= newest[:, None, None]

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from triptych.core.errors import PoolUnavailable
+from triptych.kvpool.pool.listener import connections
 
 TIMEOUT_S = 30.0
 MOST = 64
@@ -35,11 +36,7 @@ class DescriptorServer:
         self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:
-                return
+        for peer in connections(self._socket):
             with peer, suppress(OSError):  # the worker has died meanwhile
                 peer.settimeout(TIMEOUT_S)
                 socket.send_fds(peer, [b"d"], self._descriptors)

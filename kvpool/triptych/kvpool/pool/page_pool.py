@@ -166,6 +166,11 @@ class Pool:
         """Whether this registration is still valid."""
         return worker in self._workers.by_id
 
+    @property
+    def processes(self) -> set[ProcessKey]:
+        """The processes of all registered workers."""
+        return {worker.process for worker in self._workers.by_id.values()}
+
     def process_of(self, name: str) -> ProcessKey | None:
         """The process of a registered worker; None if no worker has the name."""
         worker = self._workers.by_name.get(name)

@@ -15,6 +15,7 @@ from pathlib import Path
 from struct import Struct
 
 from triptych.core.errors import MessageError, PoolError, PoolUnavailable
+from triptych.kvpool.pool.listener import connections
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +71,14 @@ class CallServer:
             thread.join(_STOP_S)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it is closed
-            while self._free.acquire():
-                connection, _ = self._listener.accept()
-                thread = threading.Thread(
-                    target=self._serve, args=[connection], name="pool-call", daemon=True
-                )
-                self._connections[connection] = thread
-                thread.start()
+        self._free.acquire()
+        for connection in connections(self._listener):
+            thread = threading.Thread(
+                target=self._serve, args=[connection], name="pool-call", daemon=True
+            )
+            self._connections[connection] = thread
+            thread.start()
+            self._free.acquire()
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
-from triptych.core.errors import PoolError, StaleHandle
+from triptych.core.errors import PoolError, StaleHandle, WritesPending
 from triptych.core.handles import LeaseId, arena_id
 from triptych.kvpool.disk.tier import Disk, DiskTier
 from triptych.kvpool.pool.arena import Arena
@@ -142,8 +142,8 @@ class LockedPool:
     ) -> Registered:
         """Register a worker, with memory for its checkpoint if it wants some.
 
-        Raises: PoolError if arenas are on other devices than ``device``, or what an earlier
-            process of this name has queued may still be written
+        Raises: PoolError if arenas are on other devices than ``device``; WritesPending if an
+            earlier process of this name has some
         """
         if name in OWN_WORKERS:
             raise PoolError(f"worker {name!r}: the name is the pool's own")
@@ -204,39 +204,50 @@ class LockedPool:
         """Reclaim the pages of lost workers, and return the workers' names.
 
         A worker whose lease expires while others are being fenced is left to the next sweep: its
-        own process still runs.
+        own process still runs. So is a dead one that a device still has work of. Calls go on
+        meanwhile: the lock is not held while a driver is asked.
         """
         now = self.now()
         with self.lock:
             silent = self.page_pool.silent(now)
-        for name in silent:
-            self._fence(name)
+        ended = {name: self._end(name) for name in silent}
+        fenced = [name for name, one in ended.items() if one is None or self._revoke(one)]
         with self.lock:
-            lost = self.page_pool.sweep(
-                now, lambda process: is_alive(process) or not self._revoke(process), silent
-            )
+            processes = self.page_pool.processes
+        gone = {one for one in processes if not is_alive(one) and self._revoke(one)}
+        with self.lock:
+            lost = self.page_pool.sweep(now, lambda process: process not in gone, fenced)
             self.forget_lost()
             return lost
 
     def _fence(self, name: str) -> None:
-        """End the worker's process, if there is one, before its pages get another owner."""
+        """End the worker's process, if there is one, before its pages get another owner.
+
+        Raises: WritesPending
+        """
+        process = self._end(name)
+        if process is not None:
+            self._await_revocation(name, process)
+
+    def _end(self, name: str) -> ProcessKey | None:
+        """End the worker's process, and return it; None if there is none on this machine."""
         with self.lock:
             process = self.page_pool.process_of(name)
         if process in (None, ELSEWHERE):
-            return
+            return None
         if not end(process):
             logger.warning("worker %s cannot be ended from here; it is trusted to be dead", name)
-        self._await_revocation(name, process)
+        return process
 
     def _await_revocation(self, name: str, process: ProcessKey) -> None:
         """Wait until a device writes nothing more of what a worker has queued.
 
-        Raises: PoolError if that takes too long; a sweep reclaims the worker's pages later
+        Raises: WritesPending if that takes too long; a sweep reclaims the worker's pages later
         """
         until = time.monotonic() + REVOCATION_S
         while not self._revoke(process):
             if time.monotonic() > until:
-                raise PoolError(f"a device still has work of worker {name!r}")
+                raise WritesPending(name)
             time.sleep(0.01)
 
     def checkpoint(self, name: str) -> Arena:

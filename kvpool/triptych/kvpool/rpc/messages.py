@@ -11,6 +11,7 @@ from triptych.core.errors import (
     PoolExhausted,
     StaleHandle,
     TriptychError,
+    WritesPending,
 )
 from triptych.core.handles import LeaseId, LeaseRef
 from triptych.core.messages import message
@@ -190,6 +191,7 @@ _ERRORS: dict[str, tuple[type[TriptychError], tuple[type, ...]]] = {
         (StaleHandle, (int, str)),
         (NotHeld, (str, int)),
         (NotRegistered, (str,)),
+        (WritesPending, (str,)),
         (MessageError, (str,)),
         (PoolError, (str,)),
     )

@@ -180,7 +180,12 @@ class PoolServer:
 
     def _sweep(self) -> None:
         while not self._stopping.wait(SWEEP_PERIOD_S):
-            for worker in self._pool.sweep(is_alive):
+            try:
+                lost = self._pool.sweep(is_alive)
+            except Exception:  # it must not end the thread: then pages would stay with the dead
+                logger.exception("a sweep failed; the next one tries again")
+                continue
+            for worker in lost:
                 logger.warning("worker %s is lost: its pages were taken back", worker)
 
 

@@ -33,6 +33,7 @@ from triptych.core.errors import AccessRefused, MessageError, PoolUnavailable, T
 from triptych.core.handles import LeaseId
 from triptych.core.messages import pack, unpack
 from triptych.kvpool.pool.free_list import PageIds
+from triptych.kvpool.pool.listener import connections
 from triptych.kvpool.rpc import messages
 from triptych.kvpool.rpc.auth import Access
 
@@ -150,11 +151,7 @@ class PageSender:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+        for connection in connections(self._listener):
             if not self._slots.acquire(blocking=False):
                 connection.close()
                 continue

@@ -68,6 +68,23 @@ def test_every_kernel_compiles_without_spills(
     assert "FlashAttention 0.328" in " ".join(printed.split())
 
 
+def test_the_default_has_what_engines_run_for_the_default_methods() -> None:
+    every, served = variants.all_variants(), variants.served_variants()
+    assert set(variants.usual_variants()) < set(served) < set(every)
+    assert 6 * len(served) < len(every)
+    methods = {name.split()[0] for kernel, name in served if kernel == "attend_sections"}
+    assert {"diffkv", "uniform:k8v4", "uniform:fp16"} < methods
+    assert len(aot.tasks(["sm_90", "gfx942"])) == 2 * len(served)
+    assert len(aot.tasks(["sm_90"], "all")) == len(every)
+
+
+def test_quick_and_all_exclude_each_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(monkeypatch, "--quick", "--all") == 2
+    assert "--quick and --all exclude each other" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     "target", ["sm_90", *(pytest.param(name, marks=conformance) for name in ("sm_80", "sm_100"))]
 )

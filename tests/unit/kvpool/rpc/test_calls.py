@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from triptych.core.errors import MessageError, NotHeld
+from triptych.core.errors import MessageError, NotHeld, WritesPending
 from triptych.core.messages import Message, pack, unpack
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.page_pool import Pool
@@ -127,6 +127,37 @@ def test_a_worker_that_falls_silent_while_another_is_fenced_is_left_to_the_next_
     assert pool.sweep(lambda _: True) == ["second"]
     assert fenced == ["first", "second"]
     assert pool.stat().held_pages == 0
+
+
+def test_a_device_that_is_not_done_delays_only_what_it_may_write_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_pool, "REVOCATION_S", 0.0)
+    time_s, busy = [0.0], {"slow"}
+    pool = LockedPool(
+        Pool(PAGES, 256, "arena", TTL_S), extent_pages=8, clock=lambda: time_s[0],
+        revoke=lambda process: process.space not in busy,
+    )  # fmt: skip
+    for name in ("slow", "quick"):
+        worker = pool.register(name, ProcessKey(1, 1, name), 64).worker
+        pool.call(AllocatePages(worker=worker, pages=4, at_least=4))
+    for refused in (
+        lambda: pool.inherit("slow"),
+        lambda: pool.expel("slow"),
+        lambda: pool.register("slow", ProcessKey(2, 2, "new"), 0),
+    ):
+        with pytest.raises(WritesPending, match="try again") as error:
+            refused()
+        assert error.value.resumable
+    assert pool.stat().held_pages == 8
+    time_s[0] = 2 * TTL_S
+    assert pool.sweep(lambda _: True) == ["quick"]
+    assert pool.sweep(lambda _: False) == []
+    busy.clear()
+    assert pool.inherit("slow").checkpoint_bytes == 64
+    assert pool.expel("slow")
+    assert [line.name for line in pool.stat().workers] == ["quick"]
+    assert pool.check() == []
 
 
 def test_a_silent_worker_that_nobody_fenced_keeps_its_pages() -> None:

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from tests.fake_driver import DeviceFault, FakeDriver
 from triptych.core.config import PoolConfig
 from triptych.core.errors import PoolError, PoolExhausted, StaleHandle
 from triptych.core.handles import pool_of
-from triptych.kvpool import Access, PoolClient, PoolServer
+from triptych.kvpool import Access, PoolClient, PoolServer, PoolWatcher
 from triptych.kvpool.pool.device_arenas import ArenaShape, DeviceArenas, DeviceMemory
 from triptych.kvpool.pool.processes import ProcessKey, this_process
 
@@ -107,6 +108,27 @@ def test_two_devices_hold_the_sum_of_their_memories(tmp_path: Path) -> None:
             one.allocate(1)
 
 
+def killed_worker(server: PoolServer, directory: Path) -> list[int]:
+    """The pages of a worker that died with writes to them in the queue of its device."""
+    command = [sys.executable, "-m", "tests.unit.kvpool.rpc.device_worker"]
+    with subprocess.Popen(
+        [*command, server.address, "victim", str(directory), "gpu-0"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as worker:  # fmt: skip
+        assert worker.stdout is not None
+        left = list(map(int, worker.stdout.readline().split()))
+        worker.kill()
+    return left
+
+
+def await_end(server: PoolServer) -> None:
+    """Wait until the pool has taken back the pages of the killed worker."""
+    until = time.monotonic() + 20
+    while any(line.name == "victim" for line in server.stat().workers):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("revokes", [True, False])
 def test_what_a_dead_worker_has_queued_reaches_no_page_of_others(
     tmp_path: Path, revokes: bool
@@ -117,25 +139,53 @@ def test_what_a_dead_worker_has_queued_reaches_no_page_of_others(
         serve(tmp_path, driver) as server,
         join(server, tmp_path, driver, "gpu-0") as heir,
     ):
-        command = [sys.executable, "-m", "tests.unit.kvpool.rpc.device_worker"]
-        with subprocess.Popen(
-            [*command, server.address, "victim", str(tmp_path), "gpu-0"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        ) as worker:  # fmt: skip
-            assert worker.stdout is not None
-            left = list(map(int, worker.stdout.readline().split()))
-            worker.kill()
-        until = time.monotonic() + 20
-        while any(line.name == "victim" for line in server.stat().workers):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        left = killed_worker(server, tmp_path)
+        await_end(server)
         mine = heir.allocate(5 * STEP)
         assert set(left) <= set(mine.tolist())
         pages = driver.array(arenas_of(heir))
         pages[mine] = 9
-        driver.run_queue(arenas_of(heir).address)
+        driver.run_queue(arenas_of(heir))
         assert bool(np.all(pages[mine] == 9)) is revokes
         assert driver.refused == (4 if revokes else 0)
+
+
+class TroubledDriver(FakeDriver):
+    """Fails when it is asked first about a dead process; the second answer takes long."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.asked, self.go_on = list[ProcessKey](), threading.Event()
+
+    def revoke(self, process: ProcessKey) -> bool:
+        self.asked.append(process)
+        if len(self.asked) == 1:
+            raise OSError("the driver has failed")
+        if len(self.asked) == 2:
+            return not self.go_on.wait(20)
+        return super().revoke(process)
+
+
+def test_a_driver_that_fails_or_takes_long_delays_the_pages_of_the_dead_alone(
+    tmp_path: Path,
+) -> None:
+    driver = TroubledDriver(tmp_path)
+    with serve(tmp_path, driver) as server:
+        left = killed_worker(server, tmp_path)
+        until = time.monotonic() + 20
+        while len(driver.asked) < 2:
+            assert time.monotonic() < until, "no sweep came after the one that failed"
+            time.sleep(0.01)
+        watcher = PoolWatcher(server.address, timeout_s=5)
+        ledger = watcher.stat()
+        watcher.close()
+        assert ledger is not None, "calls wait for the driver"
+        assert ledger.extent_pages >= len(left)
+        driver.go_on.set()
+        await_end(server)
+        assert server.stat().extent_pages == 0
+        assert len(driver.asked) == 3
+        assert server.check() == []
 
 
 def test_freed_memory_and_revoked_writers_are_refused(tmp_path: Path) -> None:

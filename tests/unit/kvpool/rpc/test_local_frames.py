@@ -1,7 +1,9 @@
 """Calls over a Unix socket: threads, failures, restarts and answers that do not come."""
 
+import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,6 +101,26 @@ def test_a_server_that_does_not_answer_in_time_is_unavailable(
         silent.listen()
         with pytest.raises(PoolUnavailable, match="does not answer"):
             channel.ask(b"abc", 0.1)
+
+
+def test_a_server_that_had_too_many_open_files_answers_later(
+    server: CallServer, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    del server
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5.0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no new ones
+        try:
+            client.connect(str(path))
+            until = time.monotonic() + 5.0
+            while not any("not accepted" in line for line in caplog.messages):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        client.sendall(b"\0\0\0\3abc")
+        assert client.recv(100) == b"\0\0\0\3\0cba"
 
 
 def test_a_closed_channel_is_unavailable(server: CallServer, channel: CallChannel) -> None:

@@ -11,6 +11,7 @@ from triptych.core.errors import (
     PoolExhausted,
     StaleHandle,
     TriptychError,
+    WritesPending,
 )
 from triptych.core.messages import pack, unpack
 from triptych.kvpool.rpc.messages import PoolRefused, refusal, refused
@@ -23,6 +24,7 @@ from triptych.kvpool.rpc.messages import PoolRefused, refusal, refused
         StaleHandle(7, "it ended"),
         NotHeld("decode-0", 2),
         NotRegistered("decode-0"),
+        WritesPending("decode-0"),
         MessageError("not a frame"),
         PoolError("broken"),
     ],

@@ -69,7 +69,8 @@ def started(stages: Stages, client: Client, **more: object) -> tuple[str, Decode
 
 
 def lower(engine: DecodeEngine, pages: int = EVERYTHING) -> Lowered:
-    [send] = engine.accept(Lower(request="r0", number=1, pages=pages)) or ()
+    """At once on a CPU; on a device in the next step, of which the request is no part."""
+    [send] = engine.accept(Lower(request="r0", number=1, pages=pages)) or engine.step()
     assert isinstance(send.message, Lowered)
     return send.message
 
@@ -241,6 +242,72 @@ def test_a_worker_may_die_at_any_line_of_a_lowering(stages: Stages) -> None:
             stages.pool.expel(one)
         assert stages.pool.stat().held_pages == 0
     assert seen == {False, True}
+
+
+def limited(stages: Stages, client: Client) -> tuple[str, DecodeEngine]:
+    """A request with room for one page, so that it is lowered row after row."""
+    name, engine = started(stages, client)
+    one = engine._running["r0"]
+    engine.accept(PageLimit(request="r0", pages=one.num_pages + 1, tokens=400))
+    return name, engine
+
+
+def sorted_positions(engine: DecodeEngine) -> list[list[int]]:
+    """Positions of the high and low tokens of each head row."""
+    return [sorted(high + low) for high, low in zip(*positions(engine)[1:3], strict=True)]
+
+
+def test_a_worker_may_die_between_the_rounds_of_a_lowering(stages: Stages) -> None:
+    """The next one goes on from the last round whose tables were recorded."""
+    _, engine = limited(stages, Client())
+    before = sorted_positions(engine)
+    with crash_after(10**9, frozenset({str(Path(lowering.__file__ or ""))})) as count:
+        lower(engine)
+    every = engine._checkpoint.lowered_tokens(0)
+    engine.cancel(["r0"])
+    seen = set[int]()
+    for lines in range(0, count[0], max(1, count[0] // 20)):
+        client = Client()
+        previous_worker, engine = limited(stages, client)
+        with pytest.raises(Crash), crash_after(lines, frozenset({lowering.__file__ or ""})):
+            lower(engine)
+        name, takeover = stages.decoder()
+        client.hear(takeover.accept(stages.resume(long_request(), previous_worker)) or ())
+        assert sorted_positions(takeover) == before, f"died at line {lines}"
+        seen.add(takeover._checkpoint.lowered_tokens(0))
+        run(takeover, client)
+        assert len(client.answer("r0")) == 60
+        assert stages.pool.check() == []
+        for one in (previous_worker, name):
+            stages.pool.expel(one)
+        assert stages.pool.stat().held_pages == 0
+    assert {0, every} < seen
+
+
+def test_a_device_that_dies_behind_the_host_leaves_a_request_as_it_was(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has the new tables; the device has moved no token and recorded nothing."""
+    client, other = Client(), Client()
+    name, engine = started(stages, other)
+    run(engine, other)
+    stages.pool.expel(name)
+    name, engine = started(stages, client)
+    before = positions(engine)
+    with monkeypatch.context() as patch:
+        for queued in ("_move", "_record_tables", "_record_phase"):
+            patch.setattr(lowering.Lowering, queued, lambda *_: None)
+        patch.setattr(lowering.RequestLowerings, "settle", lambda _: [])
+        engine.accept(Lower(request="r0", number=1, pages=EVERYTHING))
+    assert positions(engine)[1] != before[1]
+    after, takeover = stages.decoder()
+    client.hear(takeover.accept(stages.resume(long_request(), name)) or ())
+    assert positions(takeover) == before
+    run(takeover, client)
+    assert client.answer("r0") == other.answer("r0")
+    for one in (name, after):
+        stages.pool.expel(one)
+    assert stages.pool.stat().held_pages == 0
 
 
 def test_a_worker_keeps_a_request_within_its_bound_without_asking(

@@ -14,8 +14,8 @@ from triptych.core.policy import Policy
 from triptych.kernels.pages import segments
 from triptych.kvpool.pool.free_list import FreeList
 from triptych.workers.decode.checkpoint import Checkpoint
-from triptych.workers.decode.window import Window, read_together
-from triptych.workers.device import CPU
+from triptych.workers.decode.window import Window
+from triptych.workers.device import CPU, read_together
 from triptych.workers.kv.block_table import PageTable, Sections
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.handle_codec import small_pages

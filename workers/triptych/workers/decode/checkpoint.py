@@ -32,7 +32,7 @@ from triptych.workers.kv.method_tables import MethodTables, WorkerTables
 
 Ids = NDArray[np.int32]
 
-VERSION = 10
+VERSION = 11
 ID_BYTES = 128
 """Longest request id in a checkpoint; a request with a longer id restarts if its worker dies."""
 MAX_PLUGIN_MEMORY = 16
@@ -76,21 +76,21 @@ class Retirements:
 
 
 LOWERED = 4
-"""Phase of a slot whose tables after a lowering, or after a removal of expired pages, are complete
-and not yet in place."""
+"""Phase of a slot whose valid class table is the first one of ``ValidTables``, and not the one that
+attention reads; with ``LOWERED + 1`` it is the second one."""
 
 
 @dataclass(eq=False)
-class LoweredTables:
-    """Tables of each slot after the lowering (``Lowering``) or the removal of expired pages
-    (``PageExpiry``) under way."""
+class ValidTables:
+    """Two class tables of each slot, for a lowering (``Lowering``) or a removal of expired pages
+    (``PageExpiry``) that is under way. The phase tells which one is valid."""
 
-    entries_after: Ids
-    """Entries of the class table."""
-    tokens_after: Ids
-    """Its token counts."""
-    lowered_after: Ids
-    """``Checkpoint.lowered``, by slot."""
+    valid_entries: Ids
+    """Entries of the class tables, [2, layers, slots, kv_heads, entries of a row]."""
+    valid_tokens: Ids
+    """Their token counts, [2, tables, layers, slots, kv_heads]."""
+    valid_lowered: Ids
+    """``Checkpoint.lowered``, [2, slots]."""
 
 
 @dataclass(eq=False)
@@ -133,9 +133,7 @@ class Checkpoint:
         self.retirements = Retirements(*(arrays[name] for name in Retirements.__dataclass_fields__))
         self.lowered: Ids = arrays["lowered"]
         """High tokens of all head rows that became low because memory was short, by slot."""
-        self.lowered_tables = LoweredTables(
-            *(arrays[name] for name in LoweredTables.__dataclass_fields__)
-        )
+        self.valid = ValidTables(*(arrays[name] for name in ValidTables.__dataclass_fields__))
         layouts = TableLayouts.of(self.plan)
         self.tables = WorkerTables(
             self.plan,
@@ -258,26 +256,33 @@ class Checkpoint:
         self.token_ids[slot, count] = token
         self.num_output_tokens[slot] = count + 1
 
-    def replace_classes(self, slot: int, entries: Ids, tokens: Ids, lowered: int = 0) -> None:
-        """Replace the class table of a slot, after a lowering of ``lowered`` tokens or without
-        expired pages.
+    def replace_classes(self, slot: int, entries: Ids, tokens: Ids) -> None:
+        """Replace the class table of a slot.
 
         ``entries``, ``tokens``: as ``PageTable.of_slot`` returns them. The phase commits it: before
         that store nothing has changed, and after it a takeover worker completes it (``resume``).
         """
-        after = self.lowered_tables
-        after.entries_after[:, slot] = entries
-        after.tokens_after[: len(tokens), :, slot] = tokens
-        after.lowered_after[slot] = self.lowered[slot] + lowered
-        self.retirements.phase[slot] = LOWERED
-        self.complete_lowering(slot)
+        self._keep_valid(slot, entries, tokens)
+        self.restore_classes(slot)
 
-    def complete_lowering(self, slot: int) -> None:
-        """Put the tables after a lowering or a removal in place."""
-        after, table = self.lowered_tables, self.tables_of(slot).classes
-        table.entries[:, slot] = after.entries_after[:, slot]
-        table.tokens[:, :, slot] = after.tokens_after[: len(table.tokens), :, slot]
-        self.lowered[slot] = after.lowered_after[slot]
+    def keep_classes(self, slot: int) -> None:
+        """Keep the class table of a slot as the valid one, before it changes."""
+        self._keep_valid(slot, *self.tables_of(slot).classes.of_slot(slot))
+
+    def _keep_valid(self, slot: int, entries: Ids, tokens: Ids) -> None:
+        valid = self.valid
+        valid.valid_entries[0, :, slot] = entries
+        valid.valid_tokens[0, : len(tokens), :, slot] = tokens
+        valid.valid_lowered[0, slot] = self.lowered[slot]
+        self.retirements.phase[slot] = LOWERED
+
+    def restore_classes(self, slot: int) -> None:
+        """Put the valid class table of a slot in place; it can be repeated."""
+        valid, table = self.valid, self.tables_of(slot).classes
+        at = int(self.retirements.phase[slot]) - LOWERED
+        table.entries[:, slot] = valid.valid_entries[at, :, slot]
+        table.tokens[:, :, slot] = valid.valid_tokens[at, : len(table.tokens), :, slot]
+        self.lowered[slot] = valid.valid_lowered[at, slot]
         self.retirements.phase[slot] = 0
 
     def mark_finished(self, slot: int) -> None:
@@ -372,7 +377,7 @@ class Checkpoint:
         sound = (
             1 <= count <= last
             and 0 <= int(self.num_prior_tokens[slot]) <= last
-            and 0 <= int(moving.phase[slot]) <= LOWERED
+            and 0 <= int(moving.phase[slot]) <= LOWERED + 1
             and 0 <= int(self.method[slot]) < len(self.tables.methods)
             and 0 <= self.recent_tokens(slot) <= self.position(slot)
             and (self.is_finished(slot) or self._fits(slot))
@@ -406,8 +411,8 @@ class Checkpoint:
         if self._is_retiring(slot):
             then = Retirement(self.retirements.plan[:, slot]).counts
             counts[1 : 1 + classes] = (then[..., i] for i in range(classes))
-        elif self._is_lowering(slot):
-            counts[1 : 1 + classes] = self.lowered_tables.tokens_after[:classes, :, slot]
+        elif (valid := self._valid_table(slot)) is not None:
+            counts[1 : 1 + classes] = self.valid.valid_tokens[valid, :classes, :, slot]
         return counts
 
     def pages(self, slot: int) -> Ids:
@@ -419,9 +424,9 @@ class Checkpoint:
         if self._is_retiring(slot):
             tables[0] = self.retirements.recent_pages[:, slot]
             held[0] = held[0] + np.int32(own.plan.retire_tokens)
-        elif self._is_lowering(slot):
-            after = self.lowered_tables.entries_after[:, slot]
-            both = after, after[..., ::-1]
+        elif (valid := self._valid_table(slot)) is not None:
+            entries = self.valid.valid_entries[valid, :, slot]
+            both = entries, entries[..., ::-1]
             tables[1 : len(own.tables)] = both[: len(own.classes.layouts)]
         used = [
             table[_first(table, -(-tokens // np.int32(section.layout.tokens)))]
@@ -453,8 +458,10 @@ class Checkpoint:
     def _is_retiring(self, slot: int) -> bool:
         return 0 < int(self.retirements.phase[slot]) < LOWERED
 
-    def _is_lowering(self, slot: int) -> bool:
-        return int(self.retirements.phase[slot]) == LOWERED
+    def _valid_table(self, slot: int) -> int | None:
+        """Index of the valid class table of a slot; None: the one that attention reads is valid."""
+        phase = int(self.retirements.phase[slot])
+        return phase - LOWERED if phase >= LOWERED else None
 
     def is_mid_step(self, slot: int) -> bool:
         """Whether the next step of a slot has added scores already and was cut short."""
@@ -539,9 +546,9 @@ def _fields(plan: PagePlan, slots: int, context_tokens: int) -> Fields:
         "retired": ("<i4", each),
         "retired_after": ("<i4", each),
         "lowered": ("<i4", each),
-        "entries_after": ("<i4", (*rows, width if is_replaced else 0)),
-        "tokens_after": ("<i4", (most_classes, *rows)),
-        "lowered_after": ("<i4", each),
+        "valid_entries": ("<i4", (2, *rows, width if is_replaced else 0)),
+        "valid_tokens": ("<i4", (2, most_classes, *rows)),
+        "valid_lowered": ("<i4", (2, slots)),
     }
     for index, entries in enumerate(recent):
         fields[f"recent_entries_{index}"] = ("<i4", (*rows, entries))

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,6 @@ from triptych.core.messages import (
     Evicted,
     Join,
     Lower,
-    Lowered,
     Message,
     PageLimit,
     Preempt,
@@ -41,7 +40,7 @@ from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.deadlines import DecodeDeadlines
 from triptych.workers.decode.decode_attention import PageAttention, TokenScores
 from triptych.workers.decode.handover import Admission, RequestHandover
-from triptych.workers.decode.lowering import Lowering
+from triptych.workers.decode.lowering import Lowering, RequestLowerings
 from triptych.workers.decode.output_cache import KeepAnswers, OutputCache
 from triptych.workers.decode.page_expiry import PageExpiry
 from triptych.workers.decode.page_growth import PageGrowth
@@ -50,7 +49,7 @@ from triptych.workers.decode.plugins.pipeline import Pipeline, Seen, Verdict
 from triptych.workers.decode.running_batch import RunningRequest, exits_of
 from triptych.workers.decode.steps.step_graphs import StepGraphs
 from triptych.workers.decode.window import Window
-from triptych.workers.device import CPU, Device
+from triptych.workers.device import CPU, Device, read_together
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.new_tokens import NewTokens
@@ -130,7 +129,7 @@ class DecodeEngine:
             if one.plan.has_windows
         }
         self._growth = PageGrowth(self.pool, self._sections, windows, self._selector, expiries)
-        self._lowerings = {
+        lowerings = {
             one: Lowering(self._memory, self._checkpoint, self._sections, one)
             for one in tables.methods
             if one.plan.low is not None
@@ -165,6 +164,14 @@ class DecodeEngine:
             self._memory,
             self._selector,
             self._output_cache,
+        )
+        self._lowerings = RequestLowerings(
+            lowerings,
+            self._growth,
+            self._handover,
+            self._selector,
+            self._checkpoint,
+            self._memory,
         )
 
     @cached_property
@@ -204,7 +211,7 @@ class DecodeEngine:
                 self._set_limit(message)
                 return []
             case Lower():
-                return [self._lower(message)]
+                return self._lowerings.accept(message, self._running.get(message.request))
             case Evict():
                 return [self._evict(message)]
             case _:
@@ -234,7 +241,8 @@ class DecodeEngine:
             return [refuse(name, StageLost("decode"))]
 
     def has_work(self) -> bool:
-        return bool(self._publishing) or any(not one.is_paused for one in self._running.values())
+        has_steps = any(not one.is_paused for one in self._running.values())
+        return has_steps or bool(self._publishing) or self._lowerings.has_work
 
     def wait_s(self) -> float | None:
         return None
@@ -258,18 +266,18 @@ class DecodeEngine:
 
     def abandon(self) -> None:
         self._limits.clear()
+        self._lowerings.abandon()
         self.cancel(self.requests())
         self.pool.withdraw_all()
 
     def step(self) -> Iterable[Send]:
         sends = [*self._publish_block(), *self._allocate_slots()]
-        batch = [one for one in self._running.values() if not one.is_paused]
+        batch = self._batch()
         if not batch:
-            self._growth.settle()
-            return sends
+            return [*sends, *self._settle()]
         logits = self._forward(batch)
         drawn = self.draw(logits, [one.output.sampler_row for one in batch])
-        self._growth.settle()  # the device has drawn tokens, so it has moved others before
+        sends += self._settle()  # the device has drawn tokens, so it has moved others before
         self._deadlines.step()
         verdict = self._run_plugins(batch, logits, drawn)
         for row, (one, draw) in enumerate(zip(batch, drawn, strict=True)):
@@ -298,16 +306,31 @@ class DecodeEngine:
     # ---------------------------------------------------------------- page limits
 
     def _allocate_slots(self) -> list[Send]:
-        """Allocate pages for the next token of each request; pause those that get none."""
-        sends = list[Send]()
+        """Allocate pages for the next token of each request; pause those that get none.
+
+        What the device has to tell about requests is read together.
+        """
+        wanted, sends = self._lowerings.take(self._running)
         for one in self._running.values():
-            sends.extend(self._keep_within_limit(one))
             if not one.is_paused and one.spare_tokens <= 0:
                 sends.append(self._pause(one, PageLimitReached(0)))
-        ready = {name: one for name, one in self._running.items() if not one.is_paused}
-        for one, error in self._growth.allocate_slots(ready):
+        ranks = self._lowerings.rank(wanted)
+        plans = self._growth.queue_plans(self._batch())
+        read = read_together([*ranks, *(each for plan in plans for each in plan.tensors)])
+        self._lowerings.apply(wanted, read[: len(ranks)])
+        for one, error in self._growth.allocate_slots(self._batch(), plans, read[len(ranks) :]):
             sends.append(self._pause(one, error))
         return sends
+
+    def _batch(self) -> list[RunningRequest]:
+        """Requests that take part in this step."""
+        moving = self._lowerings.moving()
+        return [one for one in self._running.values() if not one.is_paused and one not in moving]
+
+    def _settle(self) -> list[Send]:
+        """End the retirements and lowerings of a step."""
+        self._growth.settle()
+        return self._lowerings.settle()
 
     def _pause(self, one: RunningRequest, error: TriptychError) -> Send:
         """Let a request wait for pages that the router is asked for."""
@@ -335,55 +358,6 @@ class DecodeEngine:
             one.is_paused = False
             tpot_s = one.output.request.slo.tpot_s
             self._deadlines.join(one.id, tpot_s, written=1, age_s=0.0, now=time.monotonic())
-
-    def _lower(self, message: Lower) -> Send:
-        """Store high tokens of a request as low ones, and lower its limit by the freed pages."""
-        one, lowered = self._running.get(message.request), None
-        if one is not None:
-            lowered = self._free_by_lowering(one, message.pages)
-            if lowered.freed and one.limit is not None:
-                one.limit = replace(one.limit, pages=one.limit.pages - lowered.freed)
-        lowered = lowered or Lowered(request=message.request)
-        return Send(ROUTER, replace(lowered, number=message.number))
-
-    def _keep_within_limit(self, one: RunningRequest) -> list[Send]:
-        """Lower a request before it needs pages beyond a limit at which it may not ask."""
-        rows = self.plan.geometry.head_rows  # so many pages let the next lowering begin
-        if one.limit is None or not one.limit.lowers or one.is_paused:
-            return []
-        lacking = one.step_pages + rows - one.spare_pages
-        if lacking <= 0:
-            return []
-        lowered = self._free_by_lowering(one, int(lacking))
-        return [Send(ROUTER, lowered)] if lowered.freed else []
-
-    def _free_by_lowering(self, one: RunningRequest, pages: int) -> Lowered:
-        """Lower high pages of a request, so that ``pages`` pages become free.
-
-        Not if its last step was cut short: what that step has done must stay where it is.
-        """
-        lowered, lowering = Lowered(request=one.id), self._lowerings.get(one.tables)
-        if lowering is None or self._handover.is_mid_step(one):
-            return lowered
-        plan, before = lowering.prepare(one.slot, one.position, pages), one.num_pages
-        ids = self._growth.allocate_for(one, int(plan.new_pages.sum()))
-        left = lowering.apply(one.slot, plan, ids)
-        one.num_pages -= left.size
-        if not left.size:
-            return lowered
-        self._handover.renew_lease(one)
-        if self._selector is not None:
-            self._selector.leave(one.slot)
-            self._selector.join(one.slot, one.options.selection)
-        tokens = self._checkpoint.lowered_tokens(one.slot)
-        one.output.note_lowered(tokens)
-        return replace(
-            lowered,
-            freed=before - one.num_pages,
-            pages=one.num_pages,
-            tokens=one.position,
-            lowered_tokens=tokens,
-        )
 
     def _evict(self, message: Evict) -> Send:
         """Free all pages of a request, and tell the router its output tokens."""

@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from triptych.core.layout import PageLayout
 from triptych.kernels.pages import segments
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.kv.block_table import Sections
@@ -60,12 +60,28 @@ class PageExpiry:
         first = [plan.first_read(now, window) for window in plan.windows if window]
         return np.repeat(np.array(first, np.int32), plan.geometry.kv_heads)
 
-    def remove(self, slot: int, now: int) -> Ids:
+    def positions(self, slots: Ids) -> Tensor:
+        """Positions of the tokens in the pages that may expire, on the device, int32.
+
+        Returns: [requests, rows of layers with a window, pages of a row, tokens of a page]
+        """
+        table = self.tables.classes.tables[0]
+        tokens = self._tokens(slots)
+        width = table.layout.pages(int(tokens.max(initial=0)))
+        pages = table.pages[np.ix_(self._layers, slots)][..., :width].swapaxes(0, 1)
+        used = np.arange(width) < -(-tokens // np.int32(table.layout.tokens))[..., None]
+        at = self.memory.device.put(np.where(used, pages.reshape(*tokens.shape, width), 0))
+        return segments(self.memory.near, table.layout).positions[at.long()]
+
+    def remove(self, slot: int, now: int, positions: Ids) -> Ids:
         """Remove the pages of a slot that no token from position ``now`` on reads.
 
-        Returns: their ids
+        ``positions``: those of the slot (``positions``), on the host.
+
+        Returns: the ids of the pages
         """
-        expired = self._expired(slot, now)
+        tokens = self._tokens(np.array([slot], np.int32))[0]
+        expired = expired_pages(positions, tokens, self._first_read(now))
         if not expired.any():
             return NO_PAGES
         entries, tokens = self.tables.classes.of_slot(slot)
@@ -84,17 +100,10 @@ class PageExpiry:
         self.sections.moved(slot)
         return np.concatenate(removed)
 
-    def _expired(self, slot: int, now: int) -> Mask:
-        """The expired pages of each row of a layer with a window, [rows, pages]."""
-        table = self.tables.classes.tables[0]
-        layout: PageLayout = table.layout
-        tokens = table.tokens[self._layers, slot].ravel()
-        width = layout.pages(int(tokens.max(initial=0)))
-        pages = table.pages[self._layers, slot, :, :width].reshape(len(tokens), width)
-        used = np.arange(width) < -(-tokens // np.int32(layout.tokens))[:, None]
-        at = self.memory.device.put(np.where(used, pages, 0)).long()
-        positions = segments(self.memory.near, layout).positions[at].cpu().numpy()
-        return expired_pages(positions, tokens, self._first_read(now))
+    def _tokens(self, slots: Ids) -> Ids:
+        """Tokens in each row of a layer with a window, [requests, rows]."""
+        counts: Ids = self.tables.classes.tables[0].tokens[np.ix_(self._layers, slots)]
+        return counts.swapaxes(0, 1).reshape(len(slots), -1)
 
 
 def tokens_in(pages: Ids, stored: int, room: int) -> int:

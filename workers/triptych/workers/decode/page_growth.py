@@ -1,6 +1,7 @@
 """Allocates pages for the next token of every running request and retires old recent pages."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -13,7 +14,7 @@ from triptych.kvpool import WorkerPool
 from triptych.workers.decode.page_expiry import PageExpiry
 from triptych.workers.decode.page_selection import Selector
 from triptych.workers.decode.running_batch import RunningRequest
-from triptych.workers.decode.window import RECENT, Window, read_together
+from triptych.workers.decode.window import RECENT, Window
 from triptych.workers.kv.block_table import PageTable, Sections
 from triptych.workers.kv.device_pages import NO_PAGES
 from triptych.workers.kv.handle_codec import small_pages
@@ -22,6 +23,23 @@ from triptych.workers.kv.method_tables import MethodTables
 Ids = NDArray[np.int32]
 Failure = tuple[RunningRequest, TriptychError]
 """A request that got no pages, and the error."""
+
+
+@dataclass(frozen=True)
+class QueuedPlan:
+    """The retirement of some requests, which the device plans."""
+
+    window: Window
+    requests: Sequence[RunningRequest]
+    numbers: Tensor
+    """See ``Window.prepare``."""
+    positions: Tensor | None
+    """See ``PageExpiry.positions``; None: no page of the method expires."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What the host must read."""
+        return [self.numbers] if self.positions is None else [self.numbers, self.positions]
 
 
 class PageGrowth:
@@ -42,16 +60,21 @@ class PageGrowth:
         self._windows, self._selector = windows, selector
         self._expiries = expiries
 
-    def allocate_slots(self, running: Mapping[str, RunningRequest]) -> Iterator[Failure]:
+    def allocate_slots(
+        self, batch: Sequence[RunningRequest], plans: Sequence[QueuedPlan], read: Sequence[Ids]
+    ) -> Iterator[Failure]:
         """Retire old recent pages, then allocate pages so that every row can take one more token.
+
+        ``plans``: of these requests, and perhaps of others, which are left out. ``read``: their
+        tensors, one after another, on the host.
 
         Yields:  requests that got no pages, with ``PageLimitReached`` or the error of the pool.
                  The caller pauses or frees each before it takes the next one: freed pages may
                  serve the others.
         """
-        yield from self._retire_old_pages(list(running.values()))
+        yield from self._retire_old_pages(batch, plans, iter(read))
         groups = dict[PageTable, list[RunningRequest]]()
-        for one in running.values():
+        for one in batch:
             recent = one.tables.tables[0]
             if not one.is_paused and recent.length(one.slot) % recent.layout.tokens == 0:
                 groups.setdefault(one.tables.recent, []).append(one)
@@ -71,22 +94,34 @@ class PageGrowth:
         except PoolExhausted:
             return NO_PAGES
 
-    def _retire_old_pages(self, batch: Sequence[RunningRequest]) -> Iterator[Failure]:
+    def _retire_old_pages(
+        self, batch: Sequence[RunningRequest], plans: Sequence[QueuedPlan], read: Iterator[Ids]
+    ) -> Iterator[Failure]:
         """Compress the oldest recent pages behind the sink, in each row, once they are older than
         the window."""
+        numbers = list[Ids]()
+        for plan in plans:
+            numbers.append(next(read))
+            if plan.positions is not None:
+                self._expire(plan.requests, next(read), batch)
+        for plan, planned in zip(plans, numbers, strict=True):
+            yield from self._retire(plan, planned, batch)
+
+    def queue_plans(self, batch: Sequence[RunningRequest]) -> list[QueuedPlan]:
+        """Have the device plan the retirements of requests whose recent pages are full."""
         groups = dict[tuple[Window, Thresholds], list[RunningRequest]]()
         for one in batch:
             window = self._windows.get(one.tables)
             if window is not None and window.is_full(one.slot):
                 groups.setdefault((window, one.options.thresholds), []).append(one)
-        plans = list[Tensor]()
+        queued = list[QueuedPlan]()
         for (window, thresholds), full in groups.items():
-            self._expire(full)
+            slots, expiry = _slots(full), self._expiries.get(full[0].tables)
             seen, most = [one.position for one in full], [one.options.most_tokens for one in full]
-            plans.append(window.prepare(_slots(full), seen, thresholds, most))
-        read = read_together(plans) if plans else ()
-        for ((window, _), full), numbers in zip(groups.items(), read, strict=True):
-            yield from self._retire(window, full, numbers)
+            numbers = window.prepare(slots, seen, thresholds, most)
+            positions = None if expiry is None else expiry.positions(slots)
+            queued.append(QueuedPlan(window, full, numbers, positions))
+        return queued
 
     def settle(self) -> None:
         """End the retirements of a step; see ``Window.settle``."""
@@ -94,14 +129,18 @@ class PageGrowth:
             window.settle()
 
     def _retire(
-        self, window: Window, full: Sequence[RunningRequest], numbers: Ids
+        self, plan: QueuedPlan, numbers: Ids, batch: Sequence[RunningRequest]
     ) -> Iterator[Failure]:
         """Retire recent pages of requests of one method, as planned.
 
         The emptied pages are the next ones of the request, and so are those that expire.
         """
+        kept = [index for index, one in enumerate(plan.requests) if one in batch]
+        if not kept:
+            return
+        window, full = plan.window, [plan.requests[index] for index in kept]
         slots, tables = _slots(full), full[0].tables
-        retirement = window.planned(slots, numbers)
+        retirement = window.planned(_slots(plan.requests), numbers).of(kept)
         gone = set[RunningRequest]()
         for failure in self._grow(full, slots, tables.classes, retirement.plan.counts):
             gone.add(failure[0])
@@ -118,12 +157,14 @@ class PageGrowth:
         if self._selector is not None:
             self._selector.retire(retirement, tables)
 
-    def _expire(self, full: Sequence[RunningRequest]) -> None:
-        expiry = self._expiries.get(full[0].tables)
-        if expiry is None:
-            return
-        for one in full:
-            expired = expiry.remove(one.slot, one.position)
+    def _expire(
+        self, full: Sequence[RunningRequest], positions: Ids, batch: Sequence[RunningRequest]
+    ) -> None:
+        expiry = self._expiries[full[0].tables]
+        for one, mine in zip(full, positions, strict=True):
+            if one not in batch:
+                continue
+            expired = expiry.remove(one.slot, one.position, mine)
             one.expired_pages = np.concatenate([one.expired_pages, expired])
 
     def _grow(

@@ -8,9 +8,8 @@ slots are planned and moved together.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -160,7 +159,9 @@ class Window:
         layers = self.recent.tokens.shape[0]
         of_rows = (put(np.tile(each, layers)) for each in (behind, newest))
         high, low = self._class_sections()
-        return plan_eviction(self.memory.near, high, low, put(rows[0]), *of_rows, count=retire)
+        longest = int(self.high.tokens.max())
+        used = replace(high, pages=high.pages[..., : high.layout.pages(longest)])
+        return plan_eviction(self.memory.near, used, low, put(rows[0]), *of_rows, count=retire)
 
     def _class_sections(self) -> tuple[Section, Section | None]:
         """The high and the low section of all layers."""
@@ -269,8 +270,8 @@ class Window:
         """
         moving, at = self.moving, np.array([slot], np.int32)
         phase = int(moving.phase[slot])
-        if phase == LOWERED:
-            self._checkpoint.complete_lowering(slot)
+        if phase >= LOWERED:
+            self._checkpoint.restore_classes(slot)
         elif phase:
             if phase < ENCODED:
                 pages = self.recent.pages
@@ -359,15 +360,3 @@ class Window:
         )
         moving.retired[slots] = moving.retired_after[slots]
         return emptied
-
-
-def read_together(numbers: Sequence[Tensor]) -> list[Ids]:
-    """Tensors of int32 of one device on the host, after one wait."""
-    if len(numbers) == 1:
-        return [numbers[0].cpu().numpy()]
-    flat = torch.cat([each.reshape(-1) for each in numbers]).cpu().numpy()
-    ends = list(accumulate(each.numel() for each in numbers))
-    return [
-        part.reshape(tuple(each.shape))
-        for part, each in zip(np.split(flat, ends[:-1]), numbers, strict=True)
-    ]

@@ -1,4 +1,4 @@
-"""What ``benchmarks/engines.py`` measures: steps of the engines, and of ``transformers``."""
+"""Times steps of the engines and of ``transformers``, for ``benchmarks/engines.py``."""
 
 import argparse
 import random

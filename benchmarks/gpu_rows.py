@@ -1,4 +1,4 @@
-"""What ``benchmarks/gpu.py`` measures: decode attention and page selection on a GPU."""
+"""Times decode attention and page selection on a GPU, a row each, for ``benchmarks/gpu.py``."""
 
 import argparse
 import json

@@ -35,6 +35,14 @@ async def crowd(cluster: Cluster, salt: str) -> list[Answer]:
     return await asyncio.gather(*(cluster.answer(request(n), salt) for n in range(CLIENTS)))
 
 
+async def streaming(cluster: Cluster) -> None:
+    """Wait until more than one client has tokens of a decode worker."""
+    await cluster.until(
+        lambda: sum(len(one.output_tokens) > 8 for one in cluster.engine.attempts) > 1,
+        "some stream",
+    )
+
+
 @pytest.mark.timeout(240)
 async def test_prefixes_takeovers_and_the_next_pool(tmp_path: Path) -> None:
     async with Cluster(save_tiny_model(tmp_path), on_devices=True) as cluster:
@@ -53,10 +61,7 @@ async def test_prefixes_takeovers_and_the_next_pool(tmp_path: Path) -> None:
 
         # The other decode worker of the device goes on with the pages where they are.
         clients = asyncio.create_task(crowd(cluster, "heirs"))
-        await cluster.until(
-            lambda: sum(len(one.output_tokens) > 8 for one in cluster.engine.attempts) > 1,
-            "some stream",
-        )
+        await streaming(cluster)
         cluster.kill("decode")
         heirs = await clients
         assert [one.tokens for one in heirs] == tokens
@@ -67,10 +72,7 @@ async def test_prefixes_takeovers_and_the_next_pool(tmp_path: Path) -> None:
         pool, blocks = cluster.ledger(), cluster.ledger().prefix.blocks
         assert blocks > 0
         clients = asyncio.create_task(crowd(cluster, "next pool"))
-        await cluster.until(
-            lambda: sum(len(one.output_tokens) > 8 for one in cluster.engine.attempts) > 1,
-            "some stream",
-        )
+        await streaming(cluster)
         cluster.kill("pool")
         again = await clients
         assert {one.ending for one in again} == {"length"}

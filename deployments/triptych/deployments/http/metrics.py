@@ -43,7 +43,7 @@ LENGTH_BUCKETS = tuple(float(count * 10**power) for power in range(6) for count 
 
 @dataclass(frozen=True, slots=True)
 class LabelledSample:
-    """A number of one replica, as the others add it to theirs."""
+    """A sample of a Prometheus metric of one ingress replica, which the others add to their own."""
 
     family: str
     name: str
@@ -80,7 +80,7 @@ class IngressMetrics:
         self,
         methods: Sequence[str] = (),
         cache: CacheBlocks | None = None,
-        others: Others = tuple[LabelledSample, ...],
+        others: Others = lambda: (),
     ) -> None:
         """``methods``: compression methods that requests may name.
 
@@ -206,7 +206,7 @@ class IngressMetrics:
 
     @property
     def load(self) -> int:
-        """The same, with the other replicas of the port."""
+        """Number of choices that clients of all replicas of the port wait for."""
         others = (one.value for one in self._others() if one.name == f"triptych_{OPEN}")
         return self.in_progress + int(sum(others))
 

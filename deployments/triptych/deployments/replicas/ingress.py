@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 
@@ -25,6 +26,8 @@ from triptych.deployments.transport.event_relay import EventRelay
 from triptych.deployments.transport.node_context import NodeContext
 from triptych.workers.models.store.generation_config import read_sampling_defaults
 from triptych.workers.models.tokenizer import open_tokenizer, with_chat_template, with_images
+
+logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.1
 
@@ -144,7 +147,10 @@ async def _publish(metrics: IngressMetrics, shared: SharedMetrics) -> None:
     """Show the other replicas what this one has counted, until the task is cancelled."""
     try:
         while True:
-            shared.write(metrics.samples())
+            try:
+                shared.write(metrics.samples())
+            except OSError as error:  # a full disk must not end it
+                logger.warning("other replicas do not see the metrics of this one: %s", error)
             await asyncio.sleep(INTERVAL_S)
     finally:
         shared.write(metrics.samples())

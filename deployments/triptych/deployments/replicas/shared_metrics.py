@@ -1,11 +1,11 @@
 # msgpack has no type hints; nothing untyped leaves this module.
 # pyright: reportUnknownMemberType=false
-"""The metrics of all ingress replicas of a node, for whoever scrapes one of them.
+"""Sums the Prometheus metrics of the ingress replicas of a node, which share one port.
 
-Replicas share a port, so each scrape may reach another one, and counters of one replica alone would
-go up and down. Each replica writes its samples to a file in the run directory every second, and
-adds those of the others to its own when it is asked. What a replica counted before it died stays:
-the next one that starts moves it into one file.
+Each scrape may reach another replica, and counters of one alone would go up and down. Each replica
+writes its samples to a file in the run directory every second, and adds those of the others to its
+own when it is asked. What a replica counted before it died stays: the next one that starts moves it
+into one file.
 """
 
 import fcntl
@@ -23,6 +23,8 @@ from triptych.kvpool.pool.processes import ProcessKey, is_alive, this_process
 
 INTERVAL_S = 1.0
 """Time between two writes of a replica."""
+Fields = tuple[str, str, tuple[tuple[str, str], ...], bool, float]
+"""A ``LabelledSample`` in a file."""
 ENDED = "ended"
 """File with the counts of replicas that have ended."""
 
@@ -61,21 +63,18 @@ class SharedMetrics:
         )
 
     def _gather_ended(self) -> None:
+        """Move the counts of replicas that have ended into one file."""
+        counts = defaultdict[LabelledSample, float](float)
         with self._locked(fcntl.LOCK_EX):
-            counts = defaultdict[LabelledSample, float](float)
-            over = list[Path]()
-            for path in self._files():
+            for path in list(self._files()):
                 process, samples = _read(path)
-                if process is None or not is_alive(process):
-                    over.append(path)
-                    for one in samples:
+                if process is not None and is_alive(process):
+                    continue
+                for one in samples:
+                    if not one.is_gauge:
                         counts[one.at(0.0)] += one.value
-            if any(path.name != ENDED for path in over):
-                kept = [one.at(value) for one, value in counts.items() if not one.is_gauge]
-                _write(self._directory / ENDED, None, kept)
-                for path in over:
-                    if path.name != ENDED:
-                        path.unlink()
+                path.unlink()
+            _write(self._directory / ENDED, None, [one.at(n) for one, n in counts.items()])
 
     @contextmanager
     def _locked(self, how: int) -> Generator[None]:
@@ -92,9 +91,9 @@ def _write(path: Path, process: ProcessKey | None, samples: Sequence[LabelledSam
 
 
 def _read(path: Path) -> tuple[ProcessKey | None, list[LabelledSample]]:
-    """Who wrote a file, None for replicas that have ended, and its samples."""
+    """The replica that wrote a file and its samples; None: the file of those that have ended."""
     unpack = cast(
-        "Callable[..., tuple[tuple[int, int, str] | None, list[tuple[str, str, tuple[tuple[str, str], ...], bool, float]]]]",  # noqa: E501
+        "Callable[..., tuple[tuple[int, int, str] | None, list[Fields]]]",
         msgpack.unpackb,
     )
     key, samples = unpack(path.read_bytes(), use_list=False)

@@ -119,7 +119,7 @@ def _planned(scope: Scope) -> Iterator[tuple[str, Launch]]:
 
 
 def _key(launch: Launch) -> str:
-    """What tells a compiled kernel from others."""
+    """Name, signature and constants of a launch: equal for those that share a compiled kernel."""
     return f"{launch.name} {launch.source().signature} {launch.constants}"
 
 

@@ -1,4 +1,4 @@
-"""Accepts connections until a socket is closed, whatever happens to single ones."""
+"""A loop that accepts connections of a listening socket, and goes on after errors of ``accept``."""
 
 import errno
 import logging

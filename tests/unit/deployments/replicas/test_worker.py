@@ -13,6 +13,7 @@ async def test_a_worker_that_has_not_started_stops_at_once() -> None:
     """Serve ends a replica also while it loads its model, and shows what that raises."""
     begun: Any = SimpleNamespace(_reporting=cast("Any", WorkerReplica)._reporting)
     await cast("Any", WorkerReplica).__del__(begun)
+    assert begun == SimpleNamespace(_reporting=None)
 
 
 async def test_a_worker_between_two_pools_is_healthy() -> None:

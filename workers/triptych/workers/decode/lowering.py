@@ -320,7 +320,10 @@ class RequestLowerings:
         self._moving.clear()
 
     def take(self, running: Mapping[str, RunningRequest]) -> tuple[list[Wanted], list[Send]]:
-        """What to lower in this step; and answers about requests that are gone."""
+        """Requests to lower in this step, and answers to the router about those that cannot be.
+
+        They are those that the router named since the last step, and those that near their limit.
+        """
         asked, self._asked = self._asked, {}
         wanted, sends = list[Wanted](), list[Send]()
         for name, message in asked.items():

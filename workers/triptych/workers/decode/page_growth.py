@@ -38,7 +38,7 @@ class QueuedPlan:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the host must read."""
+        """Tensors whose numbers the host reads before it carries the plan out."""
         return [self.numbers] if self.positions is None else [self.numbers, self.positions]
 
 

@@ -329,3 +329,28 @@ def test_an_answer_that_cannot_begin_fails_alone(
     prefills.finish()
     assert prefills.refused == ["b"]
     assert {name: done.first_token for name, done in prefills.done.items()} == expected
+
+
+def test_a_prompt_that_cannot_begin_fails_alone_and_keeps_no_pages(
+    prefills: Prefills, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(prefills.engine._statistics)
+    make, made = kind.make, list[object]()
+
+    def fail_second(*arguments: object) -> object:
+        made.append(arguments)
+        if len(made) == 2:
+            raise RuntimeError("out of memory on a device")
+        return make(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kind, "make", fail_second)
+    freed = list[int]()
+    free = prefills.engine.pool.free
+    monkeypatch.setattr(
+        prefills.engine.pool, "free", lambda ids: freed.append(ids.size) or free(ids)
+    )
+    prefills.take(*(request(name, seed) for seed, name in enumerate("abc")))
+    prefills.finish()
+    assert prefills.refused == ["b"]
+    assert list(prefills.done) == ["a", "c"]
+    assert sum(freed) == prefills.pages("a").shape[0]  # what was allocated for it

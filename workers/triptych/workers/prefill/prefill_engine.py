@@ -244,8 +244,8 @@ class PrefillEngine:
         self._waiting.remove(pending)
         try:
             prompt = self._prompt(pending)
-        except TriptychError as error:
-            refused.extend(refuse(request.id, error) for request in pending.requests)
+        except Exception as error:  # noqa: BLE001  # others of the step go on
+            refused.extend(_refusal(request, error) for request in pending.requests)
             return None
         self._prompts.append(prompt)
         return prompt
@@ -268,24 +268,22 @@ class PrefillEngine:
         )
         if prompt.layerwise is not None:
             return prompt
-        self._allocate(prompt, range(self.plan.geometry.layers))
-        if request.is_scored:
-            prompt.scores = PromptLogprobRows(request.prompt, request.sampling.prompt_logprobs)
-        if self.prefixes is not None and plan.caches_prompts:
-            self._load_prefix(prompt, self.prefixes.of_method(request.method))
+        try:
+            self._allocate(prompt, range(self.plan.geometry.layers))
+            if request.is_scored:
+                prompt.scores = PromptLogprobRows(request.prompt, request.sampling.prompt_logprobs)
+            if self.prefixes is not None and plan.caches_prompts:
+                self._load_prefix(prompt, self.prefixes.of_method(request.method))
+        except Exception:
+            self._free([prompt.pages])
+            raise
         return prompt
 
     def _load_prefix(self, prompt: Prompt, prefixes: PrefixStore) -> None:
         """Copy cached prefix pages; at least the last token is left to compute."""
-        request = prompt.request
-        try:
-            # Attention to cached tokens decides nothing where these are always high.
-            attention = None if prompt.plan.rounds_prompts else prompt.attention
-            prompt.read = prompt.cached = prefixes.load(request, prompt.pages, attention)
-        except TriptychError:
-            if not self.pool.is_lost:
-                self.pool.free(prompt.pages.ravel())
-            raise
+        # Attention to cached tokens decides nothing where these are always high.
+        attention = None if prompt.plan.rounds_prompts else prompt.attention
+        prompt.read = prompt.cached = prefixes.load(prompt.request, prompt.pages, attention)
 
     def _allocate(self, prompt: Prompt, layers: range) -> None:
         """Allocate raw pages for some layers, and what is measured in them."""
@@ -384,10 +382,8 @@ class PrefillEngine:
         """The answer to a prompt; None if it cannot begin, which fails this request alone."""
         try:
             return self.answers.start(request)
-        except Exception as error:  # others of the step go on
-            logger.exception("%s: its answer cannot begin", request.id)
-            cause = error if isinstance(error, TriptychError) else TriptychError("internal error")
-            sends.append(refuse(request.id, cause))
+        except Exception as error:  # noqa: BLE001  # others of the step go on
+            sends.append(_refusal(request, error))
             return None
 
     def _store_significance(self, prompt: Prompt) -> None:
@@ -520,3 +516,11 @@ def _prefilled(
         cached_tokens=prompt.cached,
     )
     return Send(ROUTER, message)
+
+
+def _refusal(request: Request, error: Exception) -> Send:
+    """Fail a request that cannot begin; what is no error of ours is logged and not told."""
+    if isinstance(error, TriptychError):
+        return refuse(request.id, error)
+    logger.error("%s cannot begin", request.id, exc_info=error)
+    return refuse(request.id, TriptychError("internal error"))

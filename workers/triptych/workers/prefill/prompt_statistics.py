@@ -95,7 +95,7 @@ class QueryStatistics:
         tokens: int,
         device: torch.device,
     ) -> None:
-        self._frame = RopeFrame(torch.tensor(frequencies, dtype=torch.float32, device=device))
+        self._frame = RopeFrame(torch.tensor(frequencies, dtype=torch.float32).to(device))
         self._coordinates, self._layers, self._tokens = coordinates, layers, tokens
         shape, width = (len(layers), num_heads), geometry.head_dim
         self._sums = torch.zeros(*shape, width, device=device)

@@ -90,6 +90,8 @@ def check(
         **options,
     )
     assert got.dtype == batch.query.dtype
+    # Weights of bfloat16 inputs are bfloat16 numbers on the CPU, within 0.5 %.
+    near = 1e-5 if got.dtype == torch.float32 else 5e-3
     for index, start in enumerate(batch.offsets[:-1]):
         part = slice(start, batch.offsets[index + 1])
         count = part.stop - start
@@ -108,7 +110,7 @@ def check(
                 got[part, head].double(), want, rtol=tolerance, atol=tolerance
             )
             row = sums[index, head].double()
-            torch.testing.assert_close(row[:count], received, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(row[:count], received, rtol=near, atol=near)
             assert (row[count:] == 0).all()
 
 

@@ -7,56 +7,56 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
+from triptych.kernels.codegen.amx import ROWS as TILE_ROWS
 from triptych.kernels.codegen.amx import add_bfloat_products, load_tile, store_tile, zero_tile
 from triptych.kernels.codegen.native import multiplies_tiles
 from triptych.kernels.codegen.numba_runtime import LANES, kernel, pointer
-from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I64, POINTER, Emitter, vector
+from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I64, POINTER, Emitter, vector
 from triptych.kernels.prefill.cpu_softmax import HIDDEN
 
-ROWS = 16 if multiplies_tiles() else 8
-"""Queries of a block: as many as a tile has rows, or as there are registers for."""
+ROWS = 32 if multiplies_tiles() else 8
+"""Queries of a block: as many as two tiles have rows, or as there are registers for."""
 COLUMNS = 2 * LANES
-"""Columns of a product that are computed together, by one or two times so many."""
+"""Columns of a product that are computed together."""
 WIDE = vector(FLOAT, LANES)
+STEPS, BIAS = 128, 127
+"""Fractions of a power of two that a bfloat16 has, and the bias of its exponent."""
+BFLOAT_ONE = 0x3F80
 
 
 @intrinsic(prefer_literal=True)
-def multiply(
-    typing_context, rows, row_bytes, columns, pair_bytes, pairs, out, out_bytes, next_bytes, blocks
-):
-    """Product of a block of rows with 32 columns, or twice 32: float32 to ``out``.
+def multiply(typing_context, rows, row_bytes, columns, pair_bytes, pairs, out, out_bytes, adds):
+    """Product of a block of rows with 32 columns: float32 to ``out``.
 
     Both sides are pairs of bfloat16: a row has ``pairs`` of them, a multiple of 16, and each column
-    one at a time. ``next_bytes``: from 32 columns to the next; ``blocks``: a literal, 1 or 2.
+    one at a time. ``adds``: a literal, whether it is added to what is there.
     """
     product = _tile_product if multiplies_tiles() else _vector_product
-    count = blocks.literal_value
+    is_added = bool(adds.literal_value)
 
     def emit(context, builder, signature, arguments):
         pointers = [builder.inttoptr(arguments[at], POINTER) for at in (0, 2, 5)]
-        sizes = (arguments[at] for at in (1, 3, 4, 6, 7))
-        product(Emitter(builder), *pointers, *sizes, count)
+        sizes = (arguments[at] for at in (1, 3, 4, 6))
+        product(Emitter(builder), *pointers, *sizes, is_added)
         return context.get_dummy_value()
 
-    word = types.int64
-    return types.void(*[word] * 8, blocks), emit
+    return types.void(*[types.int64] * 7, adds), emit
 
 
-def _vector_product(
-    emitter, rows, columns, out, row_bytes, pair_bytes, pairs, out_bytes, next_bytes, blocks
-):
+def _vector_product(emitter, rows, columns, out, row_bytes, pair_bytes, pairs, out_bytes, is_added):
     builder = emitter.build
-    for block in range(blocks):
-        near = emitter.byte(columns, builder.mul(next_bytes, I64(block)))
-        target = emitter.byte(out, 4 * COLUMNS * block)
-        _vector_block(emitter, rows, near, target, row_bytes, pair_bytes, pairs, out_bytes)
-
-
-def _vector_block(emitter, rows, columns, out, row_bytes, pair_bytes, pairs, out_bytes):
-    builder = emitter.build
-    places = [(row, half) for row in range(ROWS) for half in range(2)]
+    places = {
+        (row, half): emitter.byte(
+            out, builder.add(builder.mul(out_bytes, I64(row)), I64(64 * half))
+        )
+        for row in range(ROWS)
+        for half in range(2)
+    }
     zero = ir.Constant(WIDE, [0.0] * LANES)
-    sums = {place: emitter.variable(zero) for place in places}
+    sums = {
+        at: _variable(emitter, emitter.load(place, WIDE) if is_added else zero)
+        for at, place in places.items()
+    }
     starts = [emitter.byte(rows, builder.mul(row_bytes, I64(row))) for row in range(ROWS)]
     with emitter.loop(pairs) as index:
         near = emitter.byte(columns, builder.mul(index, pair_bytes))
@@ -69,28 +69,42 @@ def _vector_block(emitter, rows, columns, out, row_bytes, pair_bytes, pairs, out
                 slot = sums[row, half]
                 before = builder.load(slot, typ=WIDE)
                 builder.store(emitter.add_bfloat_pairs(before, halves[half], pair), slot)
-    for (row, half), slot in sums.items():
-        at = emitter.byte(out, builder.mul(out_bytes, I64(row)))
-        emitter.store(builder.load(slot, typ=WIDE), emitter.byte(at, 64 * half))
+    for at, slot in sums.items():
+        emitter.store(builder.load(slot, typ=WIDE), places[at])
 
 
-def _tile_product(
-    emitter, rows, columns, out, row_bytes, pair_bytes, pairs, out_bytes, next_bytes, blocks
-):
-    """Four sums take as long as a product of tiles, so that none waits for the one before."""
-    builder, left, right = emitter.build, 4, (5, 6)
-    places = [(block, half) for block in range(blocks) for half in range(2)]
-    for index in range(len(places)):
-        zero_tile(emitter, index)
+def _variable(emitter, value):
+    """A variable with a value that is computed here, and not a constant."""
+    slot = emitter.variable(ir.Constant(value.type, None))
+    emitter.build.store(value, slot)
+    return slot
+
+
+def _tile_product(emitter, rows, columns, out, row_bytes, pair_bytes, pairs, out_bytes, is_added):
+    """Two tiles of rows and two of columns: each tile that is loaded is multiplied twice."""
+    builder, left, right = emitter.build, (4, 5), (6, 7)
+    parts = [(part, half) for part in range(2) for half in range(2)]
+    below = builder.mul(out_bytes, I64(TILE_ROWS))
+    places = [
+        emitter.byte(emitter.byte(out, below) if part else out, 64 * half) for part, half in parts
+    ]
+    for index, place in enumerate(places):
+        if is_added:
+            load_tile(emitter, index, place, out_bytes)
+        else:
+            zero_tile(emitter, index)
+    below = builder.mul(row_bytes, I64(TILE_ROWS))
     with emitter.loop(builder.udiv(pairs, I64(LANES))) as step:
-        load_tile(emitter, left, emitter.byte(rows, builder.mul(step, I64(64))), row_bytes)
+        near = emitter.byte(rows, builder.mul(step, I64(64)))
+        load_tile(emitter, left[0], near, row_bytes)
+        load_tile(emitter, left[1], emitter.byte(near, below), row_bytes)
         near = emitter.byte(columns, builder.mul(step, builder.mul(pair_bytes, I64(LANES))))
-        for index, (block, half) in enumerate(places):
-            place = emitter.byte(near, builder.mul(next_bytes, I64(block)))
-            load_tile(emitter, right[half], emitter.byte(place, 64 * half), pair_bytes)
-            add_bfloat_products(emitter, index, left, right[half])
-    for index in range(len(places)):
-        store_tile(emitter, index, emitter.byte(out, 64 * index), out_bytes)
+        for half in range(2):
+            load_tile(emitter, right[half], emitter.byte(near, 64 * half), pair_bytes)
+        for index, (part, half) in enumerate(parts):
+            add_bfloat_products(emitter, index, left[part], right[half])
+    for index, place in enumerate(places):
+        store_tile(emitter, index, place, out_bytes)
 
 
 @kernel
@@ -102,89 +116,124 @@ def hide(row, first, end):
 
 
 @intrinsic
-def largest(typing_context, row, first, end):
-    """The largest logit of the vectors ``first`` to ``end`` of a row; NaN counts as none."""
+def soften(
+    typing_context,
+    logits,
+    logit_bytes,
+    weights,
+    weight_bytes,
+    size,
+    factor,
+    most,
+    totals,
+    mixed,
+    wide,
+):
+    """Replace the logits of some rows by weights, powers of 2 that are added to what rows have.
 
-    def emit(context, builder, signature, arguments):
-        emitter, apart = Emitter(builder), 4
-        start = emitter.byte(
-            builder.inttoptr(arguments[0], POINTER), builder.mul(arguments[1], I64(4 * LANES))
-        )
-        count = builder.sub(arguments[2], arguments[1])
-        least = ir.Constant(WIDE, [float("-inf")] * LANES)
-        found = [emitter.variable(least) for _ in range(apart)]
-
-        def note(slot, index):
-            number = emitter.load(emitter.byte(start, builder.mul(index, I64(4 * LANES))), WIDE)
-            builder.store(emitter.maximum(number, builder.load(slot, typ=WIDE)), slot)
-
-        rounds = builder.udiv(count, I64(apart))
-        with emitter.loop(rounds) as index:
-            for at, slot in enumerate(found):
-                note(slot, builder.add(builder.mul(index, I64(apart)), I64(at)))
-        done = builder.mul(rounds, I64(apart))
-        with emitter.loop(builder.sub(count, done)) as index:
-            note(found[0], builder.add(done, index))
-        parts = [builder.load(slot, typ=WIDE) for slot in found]
-        pairs = [emitter.maximum(parts[0], parts[1]), emitter.maximum(parts[2], parts[3])]
-        return emitter.largest(emitter.maximum(*pairs))
-
-    word = types.int64
-    return types.float32(word, word, word), emit
-
-
-@intrinsic
-def exponentiate(typing_context, row, weights, ranges, factor, shift):
-    """Write 2**(logit * factor - shift) of a row as bfloat16.
-
-    ``ranges``: vectors at four borders. Behind the second one powers take the place of logits too;
-    behind the third one there are hidden logits, whose powers are 0. Returns the sum, NaN if a
-    logit is not finite.
+    Rows begin at ``logits`` and ``weights``, ``logit_bytes`` and ``weight_bytes`` apart. ``size``:
+    how many rows there are, and vectors of 32 keys. A weight is 2**(logit * factor - most) as
+    bfloat16, within 0.5 %, and 0 below 2**-127, where a logit is hidden, and for NaN.
+    ``most`` of a row grows to its largest logit, rounded up to 1 / 128; its 16 ``totals``, to which
+    its weights are added, and its ``wide`` vectors ``mixed`` get smaller then.
     """
 
     def emit(context, builder, signature, arguments):
         emitter = Emitter(builder)
-        row, weights = (builder.inttoptr(arguments[at], POINTER) for at in (0, 1))
-        borders = builder.extract_value
-        edges = [borders(arguments[2], at) for at in range(4)]
-        factor = emitter.splat(arguments[3], LANES)
-        shift = emitter.splat(builder.fneg(arguments[4]), LANES)
-        total = emitter.variable(ir.Constant(WIDE, [0.0] * LANES))
-        for part, (is_kept, is_masked) in enumerate(((False, False), (True, False), (True, True))):
-            with emitter.loop(builder.sub(edges[part + 1], edges[part])) as count:
-                index = builder.add(edges[part], count)
-                place = emitter.byte(row, builder.mul(index, I64(4 * LANES)))
-                number = emitter.load(place, WIDE)
-                power = emitter.exp2(emitter.fma(number, factor, shift))
-                if is_masked:
-                    is_hidden = builder.fcmp_ordered("==", number, emitter.constant(HIDDEN, number))
-                    power = builder.select(is_hidden, emitter.constant(0.0, number), power)
-                if is_kept:
-                    emitter.store(power, place)
-                target = emitter.byte(weights, builder.mul(index, I64(2 * LANES)))
-                emitter.store(emitter.to_bfloats(power), target)
-                whole = emitter.fma(number, emitter.constant(0.0, number), power)
-                builder.store(builder.fadd(builder.load(total, typ=WIDE), whole), total)
-        return emitter.total(builder.load(total, typ=WIDE))
+        logits, weights, most, totals, mixed = (
+            builder.inttoptr(arguments[at], POINTER) for at in (0, 2, 6, 7, 8)
+        )
+        rows, vectors = (builder.extract_value(arguments[4], at) for at in range(2))
+        factor, wide = arguments[5], arguments[9]
+        with emitter.loop(rows) as row:
+            near = emitter.byte(logits, builder.mul(row, arguments[1]))
+            total = emitter.byte(totals, builder.mul(row, I64(4 * LANES)))
+            place = emitter.byte(most, builder.mul(row, I64(4)))
+            before = emitter.load(place, FLOAT)
+            found = builder.fmul(
+                _largest(emitter, near, vectors), builder.fmul(factor, FLOAT(STEPS))
+            )
+            found = builder.fmul(_ceil(emitter, found), FLOAT(1 / STEPS))
+            with builder.if_then(builder.fcmp_ordered(">", found, before), likely=False):
+                less = emitter.splat(emitter.exp2(builder.fsub(before, found)), LANES)
+                emitter.store(found, place)
+                emitter.store(builder.fmul(emitter.load(total, WIDE), less), total)
+                line = emitter.byte(mixed, builder.mul(row, builder.mul(wide, I64(4 * LANES))))
+                with emitter.loop(wide) as index:
+                    slot = emitter.byte(line, builder.mul(index, I64(4 * LANES)))
+                    emitter.store(builder.fmul(emitter.load(slot, WIDE), less), slot)
+            target = emitter.byte(weights, builder.mul(row, arguments[3]))
+            _exponentiate(emitter, near, target, vectors, factor, emitter.load(place, FLOAT), total)
+        return context.get_dummy_value()
 
-    word = types.int64
-    edges = types.UniTuple(word, 4)
-    return types.float32(word, word, edges, types.float32, types.float32), emit
+    word, size = types.int64, types.UniTuple(types.int64, 2)
+    return types.void(word, word, word, word, size, types.float32, word, word, word, word), emit
+
+
+def _largest(emitter, row, vectors):
+    """The largest of the logits in vectors of 32; NaN counts as none."""
+    builder, apart = emitter.build, 4
+    least = ir.Constant(WIDE, [float("-inf")] * LANES)
+    found = [emitter.variable(least) for _ in range(apart)]
+    for slot in found:
+        builder.store(least, slot)
+
+    def note(slot, offset):
+        number = emitter.load(emitter.byte(row, offset), WIDE)
+        builder.store(emitter.maximum(number, builder.load(slot, typ=WIDE)), slot)
+
+    pairs = builder.udiv(vectors, I64(2))
+    with emitter.loop(pairs) as index:
+        start = builder.mul(index, I64(4 * apart * LANES))
+        for at, slot in enumerate(found):
+            note(slot, builder.add(start, I64(4 * LANES * at)))
+    with builder.if_then(builder.trunc(vectors, ir.IntType(1))):
+        start = builder.mul(pairs, I64(4 * apart * LANES))
+        for at, slot in enumerate(found[:2]):
+            note(slot, builder.add(start, I64(4 * LANES * at)))
+    parts = [builder.load(slot, typ=WIDE) for slot in found]
+    pairs = [emitter.maximum(parts[0], parts[1]), emitter.maximum(parts[2], parts[3])]
+    return emitter.largest(emitter.maximum(*pairs))
+
+
+def _ceil(emitter, value):
+    return emitter.build.call(emitter.declare("llvm.ceil.f32", FLOAT, (FLOAT,)), [value])
+
+
+def _exponentiate(emitter, row, weights, vectors, factor, most, totals):
+    """Write the weights of a row, and add them to its 16 totals."""
+    builder, words = emitter.build, vector(I16, COLUMNS)
+    factor = emitter.splat(builder.fmul(factor, FLOAT(STEPS)), LANES)
+    shift = builder.fmul(most, FLOAT(-STEPS))
+    shift = emitter.splat(builder.fadd(shift, FLOAT(STEPS * BIAS)), LANES)
+    total = _variable(emitter, emitter.load(totals, WIDE))
+    ones = builder.bitcast(ir.Constant(words, [BFLOAT_ONE] * COLUMNS), vector(BFLOAT, COLUMNS))
+    with emitter.loop(vectors) as index:
+        place = emitter.byte(row, builder.mul(index, I64(4 * COLUMNS)))
+        numbers = [emitter.load(emitter.byte(place, at), WIDE) for at in (0, 4 * LANES)]
+        power = emitter.bfloat_power(*(emitter.fma(number, factor, shift) for number in numbers))
+        emitter.store(power, emitter.byte(weights, builder.mul(index, I64(2 * COLUMNS))))
+        pairs = builder.bitcast(power, vector(BFLOAT, COLUMNS))
+        builder.store(emitter.add_bfloat_pairs(builder.load(total, typ=WIDE), pairs, ones), total)
+    emitter.store(builder.load(total, typ=WIDE), totals)
 
 
 @intrinsic
-def add_weights(typing_context, row, factor, sums, first, end):
-    """Add the powers of a row in the vectors ``first`` to ``end``, times ``factor``, to sums."""
+def add_weights(typing_context, weights, factor, sums, count):
+    """Add vectors of 32 weights of a row, times ``factor``, to sums of keys."""
 
     def emit(context, builder, signature, arguments):
         emitter = Emitter(builder)
-        row, sums = (builder.inttoptr(arguments[at], POINTER) for at in (0, 2))
+        weights, sums = (builder.inttoptr(arguments[at], POINTER) for at in (0, 2))
         factor = emitter.splat(arguments[1], LANES)
-        with emitter.loop(builder.sub(arguments[4], arguments[3])) as count:
-            offset = builder.mul(builder.add(arguments[3], count), I64(4 * LANES))
-            power, slot = emitter.load(emitter.byte(row, offset), WIDE), emitter.byte(sums, offset)
-            emitter.store(emitter.fma(power, factor, emitter.load(slot, WIDE)), slot)
+        with emitter.loop(arguments[3]) as index:
+            place = emitter.byte(weights, builder.mul(index, I64(2 * COLUMNS)))
+            words = emitter.load(place, vector(I16, COLUMNS))
+            for half in range(2):
+                offset = builder.add(builder.mul(index, I64(4 * COLUMNS)), I64(64 * half))
+                slot, weight = emitter.byte(sums, offset), emitter.from_bfloats(words, half)
+                emitter.store(emitter.fma(weight, factor, emitter.load(slot, WIDE)), slot)
         return context.get_dummy_value()
 
     word = types.int64
-    return types.void(word, types.float32, word, word, word), emit
+    return types.void(word, types.float32, word, word), emit

@@ -262,6 +262,12 @@ def _end(job, head, start, count, mixed, totals, most):
 
 
 @kernel
+def _stripe_end(key, seen):
+    """Where the stripe of a key ends: at the same keys for all rows, or behind the last one."""
+    return min((key // STRIPE + 1) * STRIPE, seen)
+
+
+@kernel
 def _attend_block(job, head, start, query, logits, weights, mixed, totals, most, shifts):
     """Attention of a block of queries of a head, or of the last ones, some keys at a time.
 
@@ -270,12 +276,13 @@ def _attend_block(job, head, start, query, logits, weights, mixed, totals, most,
     part = carray(pointer(job[PART]), PART_WORDS, np.int64)
     count, known = min(ROWS, part[COUNT] - start), _wide(job[KNOWN], TILE)
     position = part[FIRST] + start
-    begin = max(0, position - job[WINDOW] + 1) // STRIPE * STRIPE if job[WINDOW] else 0
+    begin = max(0, position - job[WINDOW] + 1) // TILE * TILE if job[WINDOW] else 0
     seen = known if job[MASK] else _wide(position + count, TILE)
     factor = np.float32(job.view(np.float64)[SCALE]) * LOG2_E
     _begin(job, head, start, count, query, mixed, totals, most)
-    for key in range(begin, seen, STRIPE):
-        end = min(key + STRIPE, seen)
+    key = begin
+    while key < seen:
+        end = _stripe_end(key, seen)
         near = weights[:, key:] if part[SUMS] else weights
         _multiply_keys(job, query, head, key, end, logits)
         for row in range(count):
@@ -293,6 +300,7 @@ def _attend_block(job, head, start, query, logits, weights, mixed, totals, most,
         )  # fmt: skip
         shifts[:, key // STRIPE] = most
         _add_values(job, near, head, key, end, mixed)
+        key = end
     _end(job, head, start, count, mixed, totals, most)
     return begin, seen
 
@@ -300,13 +308,15 @@ def _attend_block(job, head, start, query, logits, weights, mixed, totals, most,
 @kernel
 def _add_sums(part, begin, seen, count, weights, totals, most, shifts, sums):
     """Add the weights of a block to the sums of keys, row after row."""
-    begin = max(begin, part[SUMS_FROM] // STRIPE * STRIPE)
+    begin = max(begin, part[SUMS_FROM] // TILE * TILE)
     for row in range(count):
-        for key in range(begin, seen, STRIPE):
+        key = begin
+        while key < seen:
+            end = _stripe_end(key, seen)
             factor = np.exp2(shifts[row, key // STRIPE] - most[row]) * totals[row, 0]
             near = weights.ctypes.data + 2 * (row * weights.shape[1] + key)
-            vectors = min(STRIPE, seen - key) // TILE
-            add_weights(near, factor, sums.ctypes.data + 4 * key, vectors)
+            add_weights(near, factor, sums.ctypes.data + 4 * key, (end - key) // TILE)
+            key = end
 
 
 @team_body

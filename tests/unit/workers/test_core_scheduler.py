@@ -208,3 +208,35 @@ def test_who_can_wait_lets_others_read_and_goes_on_if_the_reader_dies(tmp_path: 
         reader.send_signal(signal.SIGKILL)
         with turns.step(lambda: False):
             assert reader.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("case", ["prompts wait", "none wait", "late"])
+def test_decode_lends_its_core_to_a_chunk_and_keeps_it_after(tmp_path: Path, case: str) -> None:
+    prompts = SharedCores(tmp_path, cores=2)
+    decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
+    prompts.set_working(has_more=case != "none wait")
+    chunks, answers = list[int](), list[int]()
+
+    def answer() -> None:
+        for _ in range(2):
+            with decode.step(lambda: case == "late", leaves_core=True):
+                answers.append(torch.get_num_threads())
+            decode.set_working(has_more=True)
+
+    def chunk(wait_s: float) -> None:
+        with prompts.step(lambda: True):
+            chunks.append(torch.get_num_threads())
+            time.sleep(wait_s)
+
+    answer()
+    chunk(0.0)
+    other = threading.Thread(target=chunk, args=(0.3,))
+    other.start()
+    while len(chunks) < 2:
+        time.sleep(0.01)
+    answer()
+    other.join(timeout=60)
+    chunk(0.0)
+    lends = case == "prompts wait"
+    assert chunks == ([2, 2, 1] if lends else [1, 1, 1])
+    assert answers == [1, 1, 1, 1]

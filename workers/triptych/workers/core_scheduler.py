@@ -35,6 +35,10 @@ length, while prompts wait. A step of ten requests takes less than twice as long
 a pause saves more time than it takes. With 16 clients on two cores 2.55 to 2.74 requests a
 second are answered instead of 2.40 to 2.52, and with 2 as many (docs/log.md)."""
 
+KEEP = 1.0
+"""Time for which decode keeps its cores after it has lent them, in times of that for which it
+waited. A prompt is computed sooner on all cores, and more requests are decoded in a step."""
+
 
 class DedicatedCores:
     """Every step uses the same number of threads, without waiting for other stages."""
@@ -79,12 +83,16 @@ class SharedCores:
         """Cores of this part while the other one works."""
         self._next_s = 0.0
         """Time (monotonic clock) at which a step that pauses begins at the latest."""
+        self._is_lent = False
+        self._kept_until_s = 0.0
+        """Time (monotonic clock) until which decode does not lend its cores."""
         torch.set_num_threads(self._cores)
 
     def set_working(self, has_more: bool) -> None:
         """Set whether this worker has more to do: its part of the cores is its own while it has."""
         wanted = fcntl.LOCK_SH if has_more else fcntl.LOCK_UN
-        fcntl.flock(self._working, wanted)
+        if not self._is_lent:
+            fcntl.flock(self._working, wanted)
         if not self._is_decode_only:
             fcntl.flock(self._queue, wanted)
 
@@ -98,7 +106,7 @@ class SharedCores:
         A step that is not urgent lets prompts go first if it would have the same core, and pauses
         if they wait. ``leaves_core``: the step is small, and leaves a core to other processes.
         """
-        fcntl.flock(self._working, fcntl.LOCK_SH)
+        self._claim(is_lent=not is_urgent() and self._should_lend())
         while not is_urgent() and self._should_wait(leaves_core=leaves_core):
             time.sleep(POLL_S)
         fcntl.flock(self._next, fcntl.LOCK_EX)
@@ -111,6 +119,17 @@ class SharedCores:
         finally:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
             self._next_s = begun_s + PACE * (time.monotonic() - begun_s)
+
+    def _should_lend(self) -> bool:
+        """Whether a chunk of a prompt that begins now may have the cores of decode."""
+        if not self._is_divided or not self._is_decode_only:
+            return False
+        return time.monotonic() >= self._kept_until_s and _is_held(self._queue)
+
+    def _claim(self, *, is_lent: bool) -> None:
+        """Show the other part that this one works, or that it may have all cores all the same."""
+        self._is_lent = is_lent
+        fcntl.flock(self._working, fcntl.LOCK_UN if is_lent else fcntl.LOCK_SH)
 
     def _should_wait(self, *, leaves_core: bool) -> bool:
         """Whether a step that is not urgent does not begin yet."""
@@ -140,8 +159,13 @@ class SharedCores:
     @contextmanager
     def _alone(self) -> Generator[bool]:
         """Wait for a step that has cores of both parts; keep both if the other part has no work."""
+        begun_s = time.monotonic()
         fcntl.flock(self._both, fcntl.LOCK_EX)
         try:
+            waited_s = time.monotonic() - begun_s
+            if waited_s > POLL_S:
+                self._kept_until_s = begun_s + (1 + KEEP) * waited_s
+                self._claim(is_lent=False)
             is_alone = not self._other_part_works()
             if not is_alone:
                 fcntl.flock(self._both, fcntl.LOCK_UN)

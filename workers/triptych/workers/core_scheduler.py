@@ -106,7 +106,7 @@ class SharedCores:
         A step that is not urgent lets prompts go first if it would have the same core, and pauses
         if they wait. ``leaves_core``: the step is small, and leaves a core to other processes.
         """
-        self._claim(is_lent=not is_urgent() and self._should_lend())
+        self._claim(is_lent=leaves_core and not is_urgent() and self._should_lend())
         while not is_urgent() and self._should_wait(leaves_core=leaves_core):
             time.sleep(POLL_S)
         fcntl.flock(self._next, fcntl.LOCK_EX)

@@ -16,7 +16,7 @@ SLOWEST := --durations=20 --durations-min=5
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve check test interpreter conformance explore bench clients abuse deaths endings cluster stalls repeats storm images load wheel readme docs proto lock clean
+.PHONY: help setup serve check test interpreter conformance explore bench clients abuse deaths endings cluster stalls repeats storm images load adaptive wheel readme docs proto lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -105,6 +105,9 @@ load: $(READY) ## offer a server twice its capacity for ten minutes, with slow a
 
 images: $(READY) ## serve a tiny LLaVA, compare chats with transformers, and kill encode workers (5 minutes)
 	@$(BIN)/python -m tests.e2e.served_images
+
+adaptive: $(READY) ## serve adaptive methods out of a small pool, under load and rude clients (5 minutes)
+	@$(BIN)/python -m tests.e2e.adaptive_load --json benchmarks/results/adaptive_served.json
 
 wheel: $(READY) ## install the wheel elsewhere, with an empty home, and use it
 	@$(BIN)/python -m tests.clients.wheel

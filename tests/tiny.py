@@ -4,7 +4,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 CONTEXT_TOKENS = 512
 
@@ -50,5 +56,28 @@ def save_tiny_model(path: Path, layers: int = 2) -> Path:
     )
     torch.manual_seed(7)
     LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def save_tiny_qwen3(
+    path: Path, *, layers: int = 2, head_dim: int = 32, context_tokens: int = CONTEXT_TOKENS
+) -> Path:
+    """A random Qwen3: norms of queries and keys, and four query heads for each of two KV heads."""
+    tokenizer = byte_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=context_tokens,
+        eos_token_id=1,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(11)
+    Qwen3ForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

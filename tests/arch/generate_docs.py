@@ -21,6 +21,7 @@ from typer.main import get_command
 
 from tests.arch.result_tables import (
     RESULTS,
+    adaptive_choices,
     adaptive_links,
     adaptive_memory,
     compress_times,
@@ -387,6 +388,7 @@ PIECES: dict[str, Callable[..., str]] = {
     "results": results,
     "frontier": frontier,
     "adaptive_links": adaptive_links,
+    "adaptive_choices": adaptive_choices,
     "adaptive_memory": adaptive_memory,
     "image_methods": image_methods,
     "compress_times": compress_times,

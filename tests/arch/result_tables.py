@@ -96,6 +96,29 @@ def adaptive_memory(name: str) -> str:
     )
 
 
+def adaptive_choices(name: str) -> str:
+    """Methods that requests of a server got, by phase and floor, of ``tests/e2e/adaptive_load``."""
+    found = _result(name)
+    ladder = found["ladder"]
+    head = ("phase", "floor", "method", "its KL", "why", "requests", "same alone", "longest s")
+    return table(
+        head,
+        [
+            (
+                row["phase"],
+                row["floor"],
+                f"`{row['method']}`",
+                f"{ladder[row['method']]['kl']:.4f}",
+                row["reason"],
+                str(row["requests"]),
+                str(row["same_alone"]) if row["phase"] == "load" else "",
+                f"{row['longest_s']:.1f}",
+            )
+            for row in found["choices"]
+        ],
+    )
+
+
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found)

@@ -40,7 +40,10 @@ codes are float8 numbers (e4m3), by a power of two for each token; the zero is 0
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """Precision of the keys and values of a page: ``K8V4`` has 8-bit keys and 4-bit values."""
+    """Precision of the keys and values of a page: ``K8V4`` has 8-bit keys and 4-bit values.
+
+    ``K4V2C`` is ``K4V2`` whose values are limited (clipped) as OSCAR limits them.
+    """
 
     name: str
     key_bits: int
@@ -147,6 +150,7 @@ FORMATS: dict[str, PageFormat] = {
         PageFormat("k2v4", 2, 4),
         PageFormat("k4v1", 4, 1),
         PageFormat("k2v2", 2, 2, key_clip=0.96, value_clip=0.92),
+        PageFormat("k4v2c", 4, 2, value_clip=0.92),
         PageFormat("fp8", 8, 8, codec="float"),
         PageFormat("kivi4", 4, 4, codec="by_channel"),
         PageFormat("kivi2", 2, 2, codec="by_channel"),

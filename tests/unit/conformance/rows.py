@@ -48,7 +48,7 @@ ALIKE = (
     *("expected_attention", "kvcrush", "tangram", "compresskv"),
     *("learned:paper", "learned:score"),
     *("saw_int4", "fp8", "kivi", "kivi:2", "oscar"),
-    *(f"uniform:{form}" for form in ("k4v8", "k8v2", "k2v4", "k4v1", "k2v2", "fp8")),
+    *(f"uniform:{form}" for form in ("k4v8", "k8v2", "k2v4", "k4v1", "k2v2", "k4v2c", "fp8")),
 )
 """Methods that differ from another one in a part that has tests of its own."""
 METHODS_TO_TEST = tuple(

@@ -6,12 +6,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from tests.learned import networks_beside
-from tests.tiny import byte_tokenizer
+from tests.tiny import save_tiny_qwen3
 from triptych.cli.main import app
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError, ModelError
@@ -185,29 +183,12 @@ def test_the_engines_take_the_profile(
 # ------------------------------------------------------------------ another architecture
 
 LIMITS = ("--max-kl", "50", "--min-top1", "0", "--max-perplexity-ratio", "1e3")
-SIZES = ("--contexts", "150", "--documents", "2", "--steps", "12")
+SIZES = ("--contexts", "150", "--documents", "1", "--steps", "4")
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3: norms of queries and keys, and four query heads for a KV head."""
-    path, tokenizer = tmp_path_factory.mktemp("qwen3"), byte_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        eos_token_id=1,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(11)
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 def test_a_model_without_a_profile_gets_one_that_auto_finds(

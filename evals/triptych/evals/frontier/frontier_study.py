@@ -42,8 +42,10 @@ PRUNED = ("snapkv", "h2o", "mean_attention", "pyramidkv", "streaming_llm", "knor
 """Baselines, in 16 bits."""
 FRONTIER = (
     "default",
+    "default+low_format=k4v2c",
     "uniform:k8v4",
     "uniform:k4v2",
+    "uniform:k4v2c",
     *(f"served:{name}+keep_share={KEPT[0]}" for name in RETENTION),
     "uniform:k4v4",
     "leankv",

@@ -221,13 +221,17 @@ class DecodeSimulation:
     def _tokens_in(self, one: Decoding, pages: int) -> int:
         """Tokens, from those that a request has on, that fit this number of pages."""
         lengths = range(one.tokens + 1, one.tokens + one.left + 2)
-        return one.tokens + bisect_right(lengths, pages, key=lambda n: self._pages(one, n))
+        stored, lowered = self._cluster_of(one).stored_pages, one.lowered
+        most = pages - self._kept_pages(one)
+        return one.tokens + bisect_right(lengths, most, key=lambda n: stored(n, lowered))
 
     def _pages(self, one: Decoding, tokens: int) -> int:
         """Pages that a request holds at a length."""
-        cluster = self._cluster_of(one)
-        kept = cluster.kept_pages(one.request.known_tokens)
-        return cluster.stored_pages(tokens, one.lowered) + kept
+        stored = self._cluster_of(one).stored_pages(tokens, one.lowered)
+        return stored + self._kept_pages(one)
+
+    def _kept_pages(self, one: Decoding) -> int:
+        return self._cluster_of(one).kept_pages(one.request.known_tokens)
 
     def _cluster_of(self, one: Decoding) -> Cluster:
         return self._cluster.of_method(one.request.method)

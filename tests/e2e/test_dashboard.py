@@ -1,5 +1,5 @@
 """What operators look at, over a real server that works: panels and rules in a real Prometheus, and
-the dashboard in a real browser."""
+the dashboard in a real browser. At the end its pool is killed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +10,7 @@ import yaml
 
 from tests.e2e import chromium
 from tests.e2e.conftest import free_port
+from tests.e2e.killed import kill_at_work
 from tests.prometheus import Prometheus, program, prometheus
 from tests.unit.k8s.test_monitoring import COMPONENT, panels
 
@@ -141,3 +142,8 @@ def test_a_screen_of_any_scheme_shows_everything(
         )
         assert page.run(width) == 0, wide
     assert page.complaints == []
+
+
+def test_the_pool_is_killed_and_every_stream_goes_on(server: Any) -> None:
+    """Here, because another server would take half a minute; ``test_deaths`` kills more."""
+    kill_at_work(server, "Pool")

@@ -1,17 +1,14 @@
 """The pool and the router killed at work, and what a server leaves behind when it ends."""
 
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 
-pytestmark = pytest.mark.e2e
+from tests.e2e.killed import ask, kill_at_work
 
-MODEL = "smollm2-135m-instruct"
-BACK_WITHIN_S = 120
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")
@@ -19,32 +16,11 @@ def server(start: Callable[..., Any]) -> Any:
     return start(topology="colocated")
 
 
-def ask(server: Any) -> int:
-    with server.client(timeout=60) as client:
-        answer = client.completions.create(
-            model=MODEL, prompt="Hello", max_tokens=3, extra_body={"ignore_eos": True}
-        )
-    return int(answer.usage.completion_tokens)
-
-
-@pytest.mark.parametrize("victim", ["Pool", pytest.param("Router", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize("victim", ["Pool", "Router"])
 def test_every_stream_goes_on_and_new_requests_are_answered(server: Any, victim: str) -> None:
-    """Nobody is refused meanwhile; what was in the dead pool is computed again."""
-    arena = server.shared_memory()[0]
-    crowd = server.crowd([f"{i}: " + "word " * 40 * i for i in range(8)], max_tokens=64)
-    crowd.wait_for_chunks(2)
-    (process,) = server.replicas(victim)
-    os.kill(process.pid, signal.SIGKILL)
-    assert ask(server) == 3
-    assert crowd.join() == {"length": 8}
-    assert min(crowd.chunks) > 32
-    server.wait_until(server.is_healthy, timeout_s=BACK_WITHIN_S)
-    server.wait_until(lambda: server.pages_held() == 0, timeout_s=10)
-    assert arena.exists() == (victim != "Pool")
-    assert server.shared_memory()[0].exists()
+    kill_at_work(server, victim)
 
 
-@pytest.mark.cluster
 def test_a_server_leaves_nothing_when_it_is_stopped_and_sweeps_up_after_one_that_was_killed(
     server: Any, serving: Callable[..., Any]
 ) -> None:

@@ -34,9 +34,9 @@ def run(**options: object) -> Results:
         signal.signal(signal.SIGALRM, before)
 
 
-def rows_of(*methods: str) -> Mapping[str, Row]:
-    """By method, over two texts of 1,024 tokens: prose and code."""
-    results = run(methods=methods, contexts=(1024,), documents=2, tasks=())
+def rows_of(*methods: str, steps: int = 128) -> Mapping[str, Row]:
+    """By method, over so many tokens behind two texts of 1,024 tokens: prose and code."""
+    results = run(methods=methods, contexts=(1024,), documents=2, steps=steps, tasks=())
     return {row.method: row for row in results.rows}
 
 

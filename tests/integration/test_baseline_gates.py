@@ -22,7 +22,7 @@ DESTROYED = "simulated:k4v1"
 
 @pytest.fixture(scope="module")
 def rows() -> Mapping[str, Row]:
-    return rows_of(OFTEN, DESTROYED)
+    return rows_of(OFTEN, DESTROYED, steps=64)
 
 
 def test_pages_that_are_selected_keep_within_their_bounds(rows: Mapping[str, Row]) -> None:

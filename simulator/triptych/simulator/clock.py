@@ -20,6 +20,10 @@ class Clock:
         """Schedule ``action`` for this many seconds from now."""
         heappush(self._queue, (self.now + seconds, next(self._order), action, arguments))
 
+    def at(self, moment: float, action: Action, *arguments: Any) -> None:
+        """Schedule ``action`` for a moment that is not past."""
+        heappush(self._queue, (moment, next(self._order), action, arguments))
+
     def step(self) -> bool:
         """Advance to the next action and run it; False if there is none."""
         if not self._queue:

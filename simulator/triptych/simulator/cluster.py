@@ -197,7 +197,14 @@ class Simulation:
                 )
                 link = SimulatedLink(self.clock, part.links) if part.links else None
                 workers[address] = SimulatedWorker(
-                    address, self.clock, engines, shared, self._from_worker, self._began, link
+                    address,
+                    self.clock,
+                    engines,
+                    shared,
+                    self._from_worker,
+                    self._began,
+                    self._wrote,
+                    link,
                 )
                 self._arenas[address] = arena
                 self._shard_of[address] = shard
@@ -415,6 +422,16 @@ class Simulation:
         if output.first or output.last or output.joined:
             self.clock.after(self._costs.reply_s, self._receive_output, output)
 
+    def _wrote(self, worker: SimulatedWorker, times: Sequence[float], requests: int) -> None:
+        """Record the times between steps that wrote a token for each of the same requests."""
+        before, self._wrote_at[worker.address] = self._wrote_at.get(worker.address), times[-1]
+        if self._keep_gaps:
+            gaps = self.trial.gaps
+            for now in times:
+                if before is not None:
+                    gaps[round(now - before, 4)] += requests
+                before = now
+
     def _note_gap(self, worker: SimulatedWorker, output: StepOutput) -> None:
         """Record the time between two decode steps of a worker, as a client observes it."""
         now, before = self.clock.now, self._wrote_at.pop(worker.address, None)
@@ -429,6 +446,8 @@ class Simulation:
     def _finished(self) -> Trial:
         trial = self.trial
         trial.duration_s = self.clock.now
+        for worker in self._workers.values():
+            worker.catch_up()
         counters = Counter[str]()
         for shard, part in self._parts.items():
             for address, _, stages in part.workers:

@@ -23,7 +23,7 @@ from triptych.core.messages import (
 )
 from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Cluster
-from triptych.simulator.work import Work
+from triptych.simulator.work import NeverQuiet, Work
 
 SIDE = 448
 """Pixels of an image in each direction."""
@@ -60,7 +60,7 @@ class _Waiting:
     cached: int
 
 
-class EncodeSimulation:
+class EncodeSimulation(NeverQuiet):
     """Encodes images in order of arrival, as many as ``max_batch_pixels`` allow in a step."""
 
     stage: Stage = "encode"

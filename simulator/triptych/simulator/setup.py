@@ -202,19 +202,17 @@ class Cluster:
                 groups.append((f"{self.name}{letter}{index}", node, stages))
         return groups
 
-    def stored_pages(self, tokens: int, lowered: int = 0) -> int:
-        """Pages of all head rows of ``tokens`` compressed tokens.
-
-        ``lowered``: high tokens of each head row that are stored as low ones.
-        """
-        return self._known_pages(tokens, lowered)
-
     @cached_property
-    def _known_pages(self) -> Callable[[int, int], int]:
-        """Where a request reaches its limits is searched for each time that it gets another."""
+    def stored_pages(self) -> Callable[..., int]:
+        """Counts pages of all head rows: of ``tokens`` compressed tokens, of which ``lowered`` high
+        ones of each head row are stored as low ones (0 if not given).
+
+        Counts are remembered: where a request reaches its limits is searched for each time that it
+        gets another.
+        """
         return lru_cache(KNOWN_PAGES)(self._count_pages)
 
-    def _count_pages(self, tokens: int, lowered: int) -> int:
+    def _count_pages(self, tokens: int, lowered: int = 0) -> int:
         plan = self.plan
         encoded, rows = plan.leaving_tokens(tokens), plan.geometry.head_rows
         recent = plan.recent.pool_pages(plan.recent.pages(tokens - encoded) * rows)

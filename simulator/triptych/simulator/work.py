@@ -1,8 +1,14 @@
 """Result of a simulated engine's step: duration, messages, and output tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from triptych.core.handles import KVHandle, LeaseId, LeaseRef
 from triptych.core.messages import Send
+
+FIRST_TOKEN = 1
+Lengths = Mapping[str, int]
+"""Output tokens after which each request ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +35,18 @@ class Work:
     output: StepOutput | None = None
     began: tuple[str, ...] = ()
     """Requests whose prefill begins with it."""
+
+
+class NeverQuiet:
+    """Of an engine whose steps all matter to others."""
+
+    def quiet_steps(self) -> list[float]:
+        return []
+
+    def skip(self, count: int) -> int:
+        raise ValueError(f"{count} steps of a stage that has no quiet ones")
+
+
+def lease_ref(request: str, tokens: int) -> KVHandle:
+    """A handle with page counts and without pages, as simulated requests have none."""
+    return KVHandle(LeaseRef("simulated", LeaseId(0), 0), (), tokens)

@@ -1,7 +1,10 @@
 """A worker process in virtual time: a loop that takes messages and steps its engines."""
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 
 from triptych.core.messages import Message, Report, Send, Stage
@@ -13,6 +16,8 @@ from triptych.simulator.work import StepOutput, Work
 Deliver = Callable[["SimulatedWorker", Sequence[Send], StepOutput | None], None]
 Began = Callable[[Sequence[str]], None]
 """Called with the requests whose prefill begins in a step."""
+Wrote = Callable[["SimulatedWorker", Sequence[float], int], None]
+"""Called with the ends of steps that only wrote a token for each of so many requests."""
 
 
 class Turns:
@@ -21,7 +26,7 @@ class Turns:
     Who is not late waits while there are prompts to be read.
     """
 
-    are_shared = True
+    are_shared, are_idle = True, False
 
     def __init__(self, clock: Clock, stretch: float = 1.0) -> None:
         self._clock, self.stretch = clock, stretch
@@ -85,6 +90,8 @@ class OwnCores:
 
     def __init__(self, free_cores: float | None = None) -> None:
         self._free, self._busy = free_cores, 0
+        self.are_idle = free_cores is None
+        """Whether a step takes as long as it would alone."""
 
     @property
     def stretch(self) -> float:
@@ -105,8 +112,22 @@ class OwnCores:
         self._busy -= 1
 
 
+@dataclass(eq=False, slots=True)
+class QuietSteps:
+    """Steps of a decode worker that change nothing for others: they are one event of the clock."""
+
+    seconds: list[float]
+    ends: list[float]
+    done: int = 0
+    """Steps that are accounted for."""
+
+
 class SimulatedWorker:
-    """Takes all received messages, then steps each engine with work, in a loop."""
+    """Takes all received messages, then steps each engine with work, in a loop.
+
+    A decode worker with cores of its own knows what its steps do until a request ends, asks for
+    pages, or a message arrives. It does these steps as one, at the same times.
+    """
 
     def __init__(
         self,
@@ -116,12 +137,13 @@ class SimulatedWorker:
         cores: Turns | OwnCores,
         deliver: Deliver,
         began: Began,
+        wrote: Wrote,
         link: SimulatedLink | None = None,
     ) -> None:
         """``link``: over which pages of other machines come; None: they come at once."""
         self.address, self.busy_s, self.link = address, 0.0, link
         self._clock, self._engines, self._cores, self._deliver = clock, engines, cores, deliver
-        self._began = began
+        self._began, self._wrote = began, wrote
         self._inbox = deque[Message]()
         self._turn = 0
         """Index of the engine that is stepped next in this round."""
@@ -133,6 +155,8 @@ class SimulatedWorker:
         self._turn_until = 0.0
         stages = [engine.stage for engine in engines]
         self._is_reader, self._only_writes = stages[-1] == "prefill", stages == ["decode"]
+        self._may_foresee = self._only_writes and cores.are_idle
+        self._quiet: QuietSteps | None = None
 
     def post(self, messages: Sequence[Message]) -> None:
         """A frame has arrived."""
@@ -140,11 +164,14 @@ class SimulatedWorker:
         if not self._is_working:
             self._is_working = True
             self._go_on()
+        elif self._quiet is not None:
+            self._cut_short(self._quiet)
         elif self._cores.lets_read(self._begin):
             self._take_messages()
             self._take_turn()
 
     def report(self) -> Report:
+        self.catch_up()
         return Report(
             name=self.address,
             running=0,
@@ -192,7 +219,48 @@ class SimulatedWorker:
         """The cores are free: a turn begins."""
         now, stage = self._clock.now, self._next.stage
         self._turn_until = now + (now - self._waits_since.get(stage, now))
-        self._step()
+        if not (self._may_foresee and self._foresee(now)):
+            self._step()
+
+    def _foresee(self, now: float) -> bool:
+        """Begin all steps that only write tokens; False if there are not several of them."""
+        seconds = self._next.quiet_steps()
+        if len(seconds) < 2:
+            return False
+        steps = QuietSteps(seconds, [*accumulate(seconds, initial=now)][1:])
+        self._quiet = steps
+        self._clock.at(steps.ends[-1], self._end_quiet, steps)
+        return True
+
+    def _cut_short(self, steps: QuietSteps) -> None:
+        """A message has arrived: it is taken after the step that runs."""
+        left = bisect_right(steps.ends, self._clock.now) + 1
+        if left < len(steps.ends):
+            del steps.ends[left:], steps.seconds[left:]
+            self.catch_up()
+            self._quiet = QuietSteps(steps.seconds, steps.ends, steps.done)
+            self._clock.at(steps.ends[-1], self._end_quiet, self._quiet)
+
+    def catch_up(self) -> None:
+        """Account for the quiet steps that have ended."""
+        steps = self._quiet
+        if steps is None:
+            return
+        before, after = steps.done, bisect_right(steps.ends, self._clock.now)
+        if after > before:
+            steps.done = after
+            for seconds in steps.seconds[before:after]:
+                self.busy_s += seconds
+            self._wrote(self, steps.ends[before:after], self._next.skip(after - before))
+
+    def _end_quiet(self, steps: QuietSteps) -> None:
+        if steps is not self._quiet:  # a message arrived, and the last of them is another one
+            return
+        self.catch_up()
+        self._quiet = None
+        self._cores.leave()
+        self._waits_since[self._next.stage] = self._clock.now
+        self._go_on()
 
     def _step(self) -> None:
         work = self._next.step()

@@ -1,5 +1,6 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from math import log
 from typing import Any
 
@@ -16,6 +17,19 @@ from triptych.kernels.pages import segments
 BACKENDS = [name for name in decode_attention.backends if name != "cuda"]
 """Backends on the CPU; tests of the GPU backend are in ``gpu/``."""
 HEAD_DIMS = [16, 64, 96, 128, 256]
+CASES = [
+    (16, "token"),
+    (64, "token"),
+    (64, "channel"),
+    (96, "channel"),
+    (128, "channel"),
+    (256, "token"),
+]
+"""Each head size, and each order of keys with sizes that fill a vector register and that do not."""
+ALL_CASES = [
+    pytest.param(*case, marks=[] if case in CASES else [pytest.mark.conformance])
+    for case in product(HEAD_DIMS, ("token", "channel"))
+]
 NewCache = Callable[..., Any]
 """``conftest.Cache``."""
 
@@ -57,8 +71,7 @@ def check(backend: str, cache: Any, query: Tensor, stored: Sequence[Any], **opti
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("order", ["token", "channel"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("head_dim", "order"), ALL_CASES)
 @pytest.mark.parametrize("name", [*FORMATS, *LATENT_FORMATS, UNTRACKED])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_over_pages_equals_dense_attention_over_decoded_tokens(
@@ -141,8 +154,7 @@ def test_small_pages_are_one_softmax_with_whole_ones(
     check(backend, cache, torch.randn(2, 9, head_dim), stored)
 
 
-@pytest.mark.parametrize("order", ["token", "channel"])
-@pytest.mark.parametrize("byte", [0xFF, None])
+@pytest.mark.parametrize(("byte", "order"), [(0xFF, "token"), (None, "channel")])
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_biases_are_added_to_logits_after_the_cap(

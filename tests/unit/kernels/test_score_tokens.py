@@ -15,6 +15,7 @@ from triptych.kernels import decode_attention, record_scores, score_tokens
 from triptych.kernels.pages import segments
 
 BACKENDS = [name for name in score_tokens.backends if name != "cuda"]
+MORE_CASES = (64, "channel"), (96, "token"), (128, "channel")
 NewCache = Callable[..., Any]
 COUNTS = [
     ("k8v4", [[90, 0, 33], [0, 0, 1], [0, 64, 7]]),
@@ -136,8 +137,13 @@ def test_scores_grow_by_the_largest_weight_of_the_group(
     assert torch.equal(cache.arena, untouched), "score_tokens wrote beside the scores"
 
 
-@pytest.mark.parametrize("order", ["token", "channel"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "order"),
+    [
+        *((64, "token"), (96, "channel"), (128, "token")),
+        *(pytest.param(*case, marks=pytest.mark.conformance) for case in MORE_CASES),
+    ],
+)
 @pytest.mark.parametrize("name", [*ALONE, *LATENTS])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_format_can_be_scored(

@@ -300,3 +300,38 @@ def test_replicas_are_split_without_one_too_many(replicas: int) -> None:
 def test_two_workers_are_too_few() -> None:
     with pytest.raises(ConfigError, match="at least 3"):
         split_of(2)
+
+
+@pytest.mark.parametrize("booking", ["forecast", "bounds"])
+def test_steps_that_are_foreseen_end_when_they_would_one_by_one(
+    booking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where messages cut them short, requests ask for pages, and gaps are counted."""
+
+    def run() -> tuple[Trial, int]:
+        cluster = Cluster(
+            prefill=2, compress=1, decode=2, shared_cores=False,
+            capacity_bytes=60 << 20, max_batch_requests=6,
+            router=RouterConfig(booking=booking, max_queued_requests=1000),
+        )  # fmt: skip
+        simulation = Simulation(cluster, COSTS)
+        actions = 0
+        step = simulation.clock.step
+
+        def count() -> bool:
+            nonlocal actions
+            actions += 1
+            return step()
+
+        simulation.clock.step = count  # type: ignore[method-assign]
+        return simulation.run(poisson(60, 6.0)), actions
+
+    foreseen, few = run()
+    monkeypatch.setattr(SimulatedWorker, "_foresee", lambda _self, _now: False)
+    one_by_one, many = run()
+    assert few < many
+    times = [(one.job.id, one.first_s, one.last_s) for one in foreseen.outcomes]
+    assert times == [(one.job.id, one.first_s, one.last_s) for one in one_by_one.outcomes]
+    assert foreseen.gaps == one_by_one.gaps
+    assert foreseen.busy_s == one_by_one.busy_s
+    assert foreseen.counters == one_by_one.counters

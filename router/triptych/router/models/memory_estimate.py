@@ -52,6 +52,8 @@ class RequestBytes:
 
     def moved(self) -> Self:
         """The same request in another arena than the prefix that it shared."""
+        if not self.shared:
+            return self
         return replace(
             self,
             compressed=self.compressed + self.shared,

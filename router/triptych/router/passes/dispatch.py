@@ -55,6 +55,8 @@ class Dispatch:
     """Room that this request takes, in tokens."""
     _successors: dict[str, Entry] = field(default_factory=dict[str, Entry])
     """Requests in prefill whose images are still to be sent to an encode worker."""
+    _finals: dict[str, str | None] = field(default_factory=dict[str, str | None])
+    """Arenas that ``_final_arena`` has found for the request that may start now."""
 
     def __post_init__(self) -> None:
         self.reasons = DecisionLog(self.cluster)
@@ -73,10 +75,15 @@ class Dispatch:
             return
         self.cluster.load_index.refresh(now)
         self.shared.forget_arenas_except(self.cluster.load_index.arenas)
-        self._resume_all(now)
-        self._join_all(now)
-        self._encode_all(now)
-        self._compress_all(now)
+        count = self.cluster.requests.count
+        if count(State.ORPHANED):
+            self._resume_all(now)
+        if count(State.COMPRESSED):
+            self._join_all(now)
+        if count(State.PLANNED):
+            self._encode_all(now)
+        if count(State.PREFILLED):
+            self._compress_all(now)
         self._restore_all(now)
         self.blocked_reason = self._admit(now)
 
@@ -353,6 +360,7 @@ class Dispatch:
         return len(batch), ""
 
     def _start_one(self, entry: Entry, now: float) -> HeldBy:
+        self._finals.clear()
         if entry.is_preempted:
             return "" if self._go_on(entry, now) else "no_bytes"
         if self._join_equal(entry, now):
@@ -378,6 +386,7 @@ class Dispatch:
         """Let the next request join one with an equal prompt, although prefill workers are busy."""
         if not self.shared.is_any_computed or self._unpromised_slots <= 0:
             return False
+        self._finals.clear()
         return any(
             not entry.is_preempted and self._join_equal(entry, now) for entry in self._batch(1, now)
         )
@@ -563,6 +572,11 @@ class Dispatch:
 
     def _final_arena(self, entry: Entry, raw_arena: str, now: float) -> str | None:
         """Arena in which the pages for decode are booked before a decode worker is chosen."""
+        if raw_arena not in self._finals:
+            self._finals[raw_arena] = self._find_final_arena(entry, raw_arena, now)
+        return self._finals[raw_arena]
+
+    def _find_final_arena(self, entry: Entry, raw_arena: str, now: float) -> str | None:
         work_arena, sizes = self._work_arena(raw_arena), entry.whole or entry.sizes
         if self._goes_in_parts(entry, raw_arena, now):
             sizes = entry.sizes

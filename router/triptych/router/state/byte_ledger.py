@@ -1,6 +1,5 @@
 """Byte ledger: the bytes that each request has booked in each arena."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +8,7 @@ from triptych.router.models.memory_estimate import RequestBytes
 
 Lines = Mapping[str, int]
 """Bytes by arena."""
+NO_LINES: Lines = {}
 
 
 def are_peers(arena: str, other: str) -> bool:
@@ -31,14 +31,14 @@ def lines_before_encoding(
     reads = raw_arena if are_peers(raw_arena, work_arena) else work_arena
     writes = final_arena if are_peers(work_arena, final_arena) else work_arena
     if reads == writes == final_arena:
-        lines = Counter({final_arena: sizes.peak})
+        lines = {final_arena: sizes.peak}
     else:
-        lines = Counter({final_arena: sizes.moved().grown})
-        lines[reads] += sizes.raw
+        lines = {final_arena: sizes.moved().grown}
+        lines[reads] = lines.get(reads, 0) + sizes.raw
         if writes != final_arena:
-            lines[writes] += sizes.encoded
+            lines[writes] = lines.get(writes, 0) + sizes.encoded
     if raw_arena != reads:
-        lines[raw_arena] += sizes.raw
+        lines[raw_arena] = lines.get(raw_arena, 0) + sizes.raw
     return lines
 
 
@@ -130,19 +130,25 @@ class ByteLedger:
 
     def fits(self, request: str, lines: Lines) -> bool:
         """Whether ``lines`` could replace the present booking of the request."""
-        own = self._lines.get(request, {})
-        return all(count - own.get(arena, 0) <= self.free(arena) for arena, count in lines.items())
+        own = self._lines.get(request, NO_LINES)
+        for arena, count in lines.items():  # noqa: SIM110  # a generator costs twice
+            if count - own.get(arena, 0) > self.free(arena):
+                return False
+        return True
 
     def book(self, request: str, lines: Lines) -> bool:
         """Replace the booking of the request; False, without a change, if it does not fit."""
-        if any(count < 0 for count in lines.values()):
+        if min(lines.values(), default=0) < 0:
             raise ValueError(f"negative booking for {request}: {dict(lines)}")
         if not self.fits(request, lines):
             return False
-        before = self._lines.get(request, {})
+        before = self._lines.get(request, NO_LINES)
         self._lines[request] = lines
-        for arena in {**before, **lines}:
-            self._change(arena, lines.get(arena, 0) - before.get(arena, 0))
+        for arena, count in before.items():
+            if arena not in lines:
+                self._change(arena, -count)
+        for arena, count in lines.items():
+            self._change(arena, count - before.get(arena, 0))
         self._renew(request)
         return True
 

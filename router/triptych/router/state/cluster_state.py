@@ -61,6 +61,8 @@ class ClusterState:
         The first additional one counts even without room: it will replace another request.
         """
         in_work, load_index = self.requests.in_work, self.load_index
+        if not more:  # after each message
+            return in_work / max(1, load_index.decode_workers)
         free = max(0, len(load_index.arenas) * self.ledger.capacity_bytes - load_index.used_bytes)
         slots = max(0, load_index.open_slots - load_index.needs_slot)
         fit = (

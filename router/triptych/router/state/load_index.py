@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from triptych.core.messages import Register
 from triptych.router.queue.sorted_index import SortedIndex
@@ -18,22 +18,23 @@ Fits = Callable[[str], bool]
 """Whether an arena has room for a booking."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The load of one request, and the addresses where it counts."""
 
     prefill_at: str = ""
-    compress_at: str = ""
-    slot_at: str = ""
-    tokens: int = 0
     uncached: int = 0
     """Tokens of ``tokens`` that are probably not cached."""
     queued: int = 0
     """How many of them others wait for."""
+    compress_at: str = ""
+    slot_at: str = ""
+    tokens: int = 0
     needs_slot: bool = False
     """It has started, and no decode worker is chosen yet."""
 
 
+PREFILL_PARTS = 3
+"""The first fields of a share, beside its tokens: what prefill workers are counted by."""
 NOTHING = Share()
 
 
@@ -107,6 +108,9 @@ class LoadIndex:
     """Arenas with a free decode slot: least used first, then by their best worker."""
     _raw_arenas: SortedIndex[int] = field(default_factory=SortedIndex[int])
     """All arenas of workers, least used first."""
+    _moved: set[str] = field(default_factory=set[str])
+    """Arenas whose places in the two are to be renewed before they are read: bookings change more
+    often than somebody looks for an arena."""
 
     # ---------------------------------------------------------------- what changes
 
@@ -174,8 +178,7 @@ class LoadIndex:
         if arena in self.arenas:
             self.openings += change < 0
             self.used_bytes += change
-            self._raw_arenas.put(arena, self.used(arena))
-            self._rank_arena(arena)
+            self._moved.add(arena)
 
     # ---------------------------------------------------------------- the best workers
 
@@ -254,9 +257,11 @@ class LoadIndex:
 
     def most_free_arena(self) -> str | None:
         """The arena with most free bytes."""
+        self._settle()
         return self._raw_arenas.first()
 
     def _candidates(self, own: set[str]) -> list[str]:
+        self._settle()
         best = next((arena for arena in self._open_arenas if arena not in own), None)
         found = {
             arena for arena in (*own, best) if arena is not None and arena in self._open_arenas
@@ -271,6 +276,7 @@ class LoadIndex:
             return list(islice(self._prefill[None], count))
         if step == "compress":
             return list(islice(self._compress[None], count))
+        self._settle()
         arenas = islice(self._open_arenas, count)
         return [first for arena in arenas if (first := self._decode[arena].first())]
 
@@ -327,15 +333,23 @@ class LoadIndex:
         if share == before:
             return
         self._shares[request] = share
-        for one, sign in ((before, -1), (share, +1)):
-            self._add(self._prefill_tokens, one.prefill_at, sign * one.tokens)
-            self._add(self._queue, one.prefill_at, sign * one.queued)
-            self._add(self._compressed, one.compress_at, sign * one.tokens)
-            self._add(self._slots, one.slot_at, sign)
-            self.queued_tokens += sign * one.uncached * bool(one.prefill_at)
-            self.needs_slot += sign * one.needs_slot
-        touched = {before.prefill_at, before.compress_at, before.slot_at}
-        for address in touched | {share.prefill_at, share.compress_at, share.slot_at}:
+        touched, is_changed = set[str](), before.tokens != share.tokens
+        if is_changed or before[:PREFILL_PARTS] != share[:PREFILL_PARTS]:
+            for one, sign in ((before, -1), (share, +1)):
+                self._add(self._prefill_tokens, one.prefill_at, sign * one.tokens)
+                self._add(self._queue, one.prefill_at, sign * one.queued)
+                self.queued_tokens += sign * one.uncached * bool(one.prefill_at)
+                touched.add(one.prefill_at)
+        if is_changed or before.compress_at != share.compress_at:
+            for one, sign in ((before, -1), (share, +1)):
+                self._add(self._compressed, one.compress_at, sign * one.tokens)
+                touched.add(one.compress_at)
+        if before.slot_at != share.slot_at:
+            for one, sign in ((before, -1), (share, +1)):
+                self._add(self._slots, one.slot_at, sign)
+                touched.add(one.slot_at)
+        self.needs_slot += share.needs_slot - before.needs_slot
+        for address in touched:
             if address in self._fresh:
                 self._place(address)
 
@@ -380,7 +394,17 @@ class LoadIndex:
             ranking.put(address, (-free, registration.name))
         else:
             ranking.discard(address)
-        self._rank_arena(registration.arena)
+        self._moved.add(registration.arena)
+
+    def _settle(self) -> None:
+        """Renew the places of the arenas that have changed."""
+        if not self._moved:
+            return
+        for arena in self._moved:
+            if arena in self.arenas:
+                self._raw_arenas.put(arena, self.used(arena))
+            self._rank_arena(arena)
+        self._moved.clear()
 
     def _rank_arena(self, arena: str) -> None:
         ranking = self._decode[arena]

@@ -51,6 +51,9 @@ class Outbox:
 
     def take(self) -> list[Send]:
         """All collected messages; the outbox is empty afterwards."""
+        if not (self._cancel or self._prefill or self._compress or self._encode):
+            sends, self._single = self._single, []  # nothing to gather, as after most messages
+            return sends
         sends = list(self._drain())
         gathered = (self._cancel, self._single, self._prefill, self._expect, self._compress)
         for part in (*gathered, self._encode):

@@ -37,9 +37,9 @@ def settings(policy: str, *, chunk: int = 96, dtype: str = "float32", **pool: ob
 
 def three_times(server: LocalServer, tokens: list[int]) -> list[Completion]:
     """With nothing, a part and all of the prompt cached."""
-    answers = [ask(server, tokens, "nothing", max_tokens=60)]
+    answers = [ask(server, tokens, "nothing", max_tokens=40)]
     ask(server, tokens[: len(tokens) // 2], "part", max_tokens=2)
-    answers += [ask(server, tokens, "part", max_tokens=60) for _ in range(2)]
+    answers += [ask(server, tokens, "part", max_tokens=40) for _ in range(2)]
     return answers
 
 
@@ -58,7 +58,7 @@ def test_the_answer_to_a_prompt_is_the_same_whatever_was_cached(
     cached = list[int]()
     with LocalServer(settings(policy, dtype=dtype), tiny_model) as server:
         size = server.plan.block_tokens
-        for count in (7, size - 1, size, size + 1, 3 * size, 5 * size + 33):
+        for count in (size - 1, size, size + 1, 5 * size + 33):
             answers = three_times(server, prompt(count))
             assert same(answers), count
             cached += [answer.cached_tokens for answer in answers]

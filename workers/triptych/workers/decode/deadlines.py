@@ -39,9 +39,9 @@ class DecodeDeadlines:
     def leave(self, name: str) -> None:
         self._deadlines.pop(name, None)
 
-    def step(self) -> None:
-        """Count one more token of each request."""
-        self._steps += 1
+    def step(self, count: int = 1) -> None:
+        """Count ``count`` more tokens of each request."""
+        self._steps += count
 
     @property
     def due(self) -> float:

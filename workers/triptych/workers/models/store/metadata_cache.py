@@ -54,6 +54,7 @@ def _key(model: Path, patterns: Iterable[str]) -> str:
     return digest.hexdigest()[:32]
 
 
+@cache
 def reader_versions() -> tuple[str, ...]:
     """Versions of the libraries that decide what a model's files mean."""
     return tuple(f"{name} {version(name)}" for name in ("tokenizers", "transformers"))

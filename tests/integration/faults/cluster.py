@@ -379,10 +379,7 @@ def run(
     for watched in WATCHED.get(role, (role,)):
         watch_points(watched, board)
     if role == "pool":
-        driver = FakeDriver(
-            plan.run_dir, cut_of(modes), revokes=modes["revokes"], linger_s=LINGER_S
-        )
-        be_pool(plan, taken, index, driver)
+        be_pool(plan, taken, index, modes)
     else:
         asyncio.run(
             be_router(plan, taken, index, is_lowering=modes["is_lowering"])
@@ -397,12 +394,15 @@ def cut_of(modes: Mapping[str, bool]) -> list[tuple[str, str]]:
     return list(itertools.combinations(names, 2)) if modes["are_apart"] else []
 
 
-def be_pool(plan: AppPlan, taken: Any, index: int, driver: FakeDriver) -> None:
+def be_pool(plan: AppPlan, taken: Any, index: int, modes: Mapping[str, bool]) -> None:
     run_dir.remove_orphans()
     place = run_dir.RunDir.enter(plan.run_dir)
     prefixes = PrefixSettings.of(plan.config.pool, plan.pages)
     memory = None
     if plan.config.pool.arena == "device":
+        driver = FakeDriver(
+            plan.run_dir, cut_of(modes), revokes=modes["revokes"], linger_s=LINGER_S
+        )
         devices = tuple(dict.fromkeys(DEVICES.values()))
         memory = DeviceMemory(driver, devices, plan.host_arena_bytes)
     server = PoolServer(

@@ -63,9 +63,12 @@ def test_every_kernel_compiles_without_spills(
         if (row["kernel"], row["variant"]) in PREFILL and row["target"] == "sm_90"
     ]
     assert prefill == [[aot.BEFORE, aot.DIAGONAL]] * 2
-    printed = capsys.readouterr().out
-    assert "attend_sections" in printed
-    assert "FlashAttention 0.328" in " ".join(printed.split())
+    out, lines = capsys.readouterr()
+    assert "attend_sections" in out
+    assert "FlashAttention 0.328" in " ".join(out.split())
+    for name in USUAL_TARGETS:  # one when a target is done
+        count = sum(row["target"] == name for row in rows)
+        assert f"{name}: {count} in " in lines
 
 
 def test_the_default_has_what_engines_run_for_the_default_methods() -> None:

@@ -1,11 +1,12 @@
-"""Check every Triton kernel and the engines on a GPU, then time decode attention and selection.
+"""Check kernels and engines on a GPU; time what it can do at most, attention and selection.
 
     python benchmarks/gpu.py --json FILE
 
 Needs a CUDA device, pytest, hypothesis and the dependencies of Triptych except Ray. First the tests
 of kernels and engines run on the device; if one fails, nothing is timed, unless ``--only`` leaves
-the tests out. Kernels are compiled in parallel before they are timed. The file is written after
-each row. Where Triptych is not installed, set
+the tests out. ``ceilings`` are those of device memory, matrix products, and host memory that is
+registered, read and written in place. Kernels are compiled in parallel before they are timed. The
+file is written after each row. Where Triptych is not installed, set
 PYTHONPATH=.:core:kernels:kvpool:router:workers:cli:loadgen. Whole steps of the engines are timed by
 ``benchmarks/engines.py --gpu``. Exit code 2 if there is no GPU.
 """
@@ -44,8 +45,8 @@ def words_of(*known: str) -> Callable[[str], list[str]]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check all, then time decode attention.")
     parser.add_argument("--json", type=Path, help="write the rows here, after each row")
-    steps = words_of("tests", "attention", "selection")
-    parser.add_argument("--only", type=steps, default="tests,attention,selection")
+    steps = words_of("tests", "ceilings", "attention", "selection")
+    parser.add_argument("--only", type=steps, default="tests,ceilings,attention,selection")
     parser.add_argument("-k", default="", metavar="WORDS", help="tests to run, as pytest -k")
     parser.add_argument("--formats", default="fp16,k8v8,k8v4,k4v2,diffkv")
     orders, dtypes = words_of("token", "channel"), words_of("bf16", "fp16", "fp32")

@@ -1,4 +1,4 @@
-"""Times decode attention and page selection on a GPU, a row each, for ``benchmarks/gpu.py``."""
+"""Rows of ``benchmarks/gpu.py``: limits of a GPU, decode attention and page selection."""
 
 import argparse
 import json
@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from gpu_ceilings import Ceiling, ceilings  # beside this file
 
 from triptych.core.layout import KeyOrder
 from triptych.kernels.bench import attention_gpu, selection
@@ -18,20 +19,29 @@ from triptych.loadgen.report.host import host_info
 
 
 def measure(asked: argparse.Namespace) -> None:
-    """Measure ``attention`` and ``selection``, as asked; print each row, and write all so far."""
+    """Measure the steps that are asked for; print each row, and write all so far."""
     found: dict[str, Any] = {
         "host": host_info(),
         "device": torch.cuda.get_device_name(),
+        "ceilings": [],
         "rows": [],
         "selection": [],
     }
-    measured = {"attention": ("rows", attention), "selection": ("selection", selected)}
+    measured = {
+        "ceilings": ("ceilings", limits),
+        "attention": ("rows", attention),
+        "selection": ("selection", selected),
+    }
     for step, (name, rows) in measured.items():
         for row in rows(asked) if step in asked.only else ():
             found[name].append(asdict(row))
             print(json.dumps(found[name][-1]), flush=True)
             if asked.json:
                 asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def limits(asked: argparse.Namespace) -> Iterator[Ceiling]:
+    yield from ceilings(asked.repeats)
 
 
 def attention(asked: argparse.Namespace) -> Iterator[attention_gpu.GpuRow]:

@@ -151,6 +151,7 @@ class DeviceServer:
             directory=self._directory,
             checkpoint_bytes=size if stage == "decode" else 0,
             device=(self._driver, place) if self._driver else None,
+            keeps_copies=stage == "decode",
         )
         loaded = load_model(self._config, self.plan, self._model, [stage], device)
         prefixes = prefix_store(self._config, self.plan, pool, self._facts.revision, device)

@@ -80,6 +80,9 @@ class FakeDriver:
     # ---------------------------------------------------------------- the Driver protocol
 
     def refusal(self, devices: Sequence[str]) -> str:
+        return "" if devices else "there is no device"
+
+    def cut(self, devices: Sequence[str]) -> str:
         pairs = [(one, other) for one in devices for other in devices if one < other]
         cut = [pair for pair in pairs if frozenset(pair) in self._apart]
         return f"{cut[0][0]} cannot access {cut[0][1]}" if cut else ""
@@ -94,13 +97,16 @@ class FakeDriver:
             raise PoolError(f"no {nbytes} bytes on {device}") from error
         return descriptor
 
-    def map(self, parts: Sequence[tuple[int, int]], device: str) -> int:
+    def map(self, parts: Sequence[tuple[int | None, int]], device: str) -> int:
         size = sum(nbytes for _, nbytes in parts)
         start = _map(None, size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         at, access = start, list[bool]()
         for index, (descriptor, nbytes) in enumerate(parts):
-            access.append(index == 0 or device != "")
-            if access[-1]:
+            access.append(descriptor is not None and (index == 0 or device != ""))
+            if access[-1] and descriptor is not None:
+                owner = os.readlink(f"/proc/self/fd/{descriptor}").split("memory of ")[1].split()[0]
+                if frozenset((owner, device)) in self._apart:
+                    raise PoolError(f"{device} cannot access memory of {owner}")
                 both = mmap.PROT_READ | mmap.PROT_WRITE
                 _map(at, nbytes, both, mmap.MAP_SHARED | _FIXED, descriptor)
             at += nbytes

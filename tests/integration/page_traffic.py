@@ -7,8 +7,9 @@ run on a fake device with the kernels of the CPU. Layers, KV heads and head size
 Llama-3.1-8B; all else is small, since pages do not depend on it. Decode steps are not counted.
 
 Pages lie in arenas of two GPUs that access each other (``peers``), in host memory with copies for
-decode (``host``), or raw ones on the GPU of prefill and compressor and others in host memory, for a
-decode worker without a GPU (``near``).
+decode (``host``), or raw ones on the GPU of prefill and compressor and others in host memory, with
+copies for decode on a GPU without access to that one (``apart``), or for decode without a GPU
+(``near``).
 """
 
 import argparse
@@ -31,9 +32,15 @@ from triptych.loadgen.report.host import host_info
 from triptych.workers.device import Device
 
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
-DECODE_ON = {"peers": "gpu-1", "host": "gpu-1", "near": ""}
+DECODE_ON = {"peers": "gpu-1", "host": "gpu-1", "apart": "gpu-1", "near": ""}
 """Device of the decode worker, by where pages lie."""
-POLICIES = ("diffkv", "uniform:k8v4", "uniform:k4v2", "uniform:fp16")
+POLICIES: dict[str, dict[str, object]] = {
+    "diffkv": {"policy": "diffkv"},
+    "diffkv:mixed": {"policy": "diffkv", "alpha_high": 2.0},
+    **{name: {"policy": name} for name in ("uniform:k8v4", "uniform:k4v2", "uniform:fp16")},
+}
+"""Settings of the compressor. Attention of random weights is so even that ``diffkv`` has all tokens
+high; with this threshold a fifth of them is, as with the default's on SmolLM2."""
 POOL_BYTES = 1 << 30
 SMALL = 64
 """Hidden size."""
@@ -71,13 +78,14 @@ def count(
             "prefix_bytes": 0,
             "arena": "host" if pages == "host" else "device",
         },
-        "compressor": {"policy": policy, "profile": "none"},
+        "compressor": POLICIES[policy] | {"profile": "none"},
         "decode": {"max_num_seqs": 1},
     }
     prompt = [random.Random(1).randrange(2, 250) for _ in range(tokens)]
     sampling = Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)
     with TemporaryDirectory() as folder:
-        driver = None if pages == "host" else FakeDriver(Path(folder))
+        cut = [("gpu-0", "gpu-1")] if pages == "apart" else []
+        driver = None if pages == "host" else FakeDriver(Path(folder), cut)
         host_bytes = POOL_BYTES if pages == "near" else 1
         with DeviceServer(
             settings, model, Path(folder), places, device, driver, host_bytes
@@ -114,6 +122,11 @@ def main() -> None:
                     found = {"tokens": asked.tokens, "layers": asked.layers, "rows": rows}
                     write_json({"host": host, **found}, asked.json)
     console.print(make_table(tuple(rows[0]), [list(row.values()) for row in rows]))
+    for policy, pages in dict.fromkeys((row["policy"], row["pages"]) for row in rows):
+        crossed = sum(
+            int(str(row["bus"])) for row in rows if (row["policy"], row["pages"]) == (policy, pages)
+        )
+        console.print(f"{policy}, {pages}: {crossed / 1e6:.0f} MB over the bus")
 
 
 if __name__ == "__main__":

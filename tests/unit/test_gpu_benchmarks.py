@@ -12,7 +12,8 @@ pytestmark = pytest.mark.skipif(bool(CudaDriver().devices), reason="there is a G
 
 
 @pytest.mark.parametrize(
-    "asked", ["gpu.py", "gpu.py --order token --dtype bf16", "engines.py --gpu"]
+    "asked",
+    ["gpu.py", "gpu.py --order token --dtype bf16", "gpu.py --only ceilings", "engines.py --gpu"],
 )
 def test_without_a_gpu_they_end_before_torch_is_imported(asked: str, root: Path) -> None:
     name, *options = asked.split()

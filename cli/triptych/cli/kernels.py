@@ -1,7 +1,8 @@
 """``triptych kernels``: compile the GPU kernels ahead of time, on a machine without a GPU."""
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,9 +62,12 @@ def check(
         raise typer.BadParameter("--quick and --all exclude each other: give one of them")
     host = host_info()
     extent = "quick" if quick else "all" if every else "served"
-    made = compile_with_progress(tasks(target or list(TARGETS), extent), jobs)
-    if json_file:
-        write_json({"host": host, "rows": [row.as_json() for row in made]}, json_file)
+
+    def write(rows: Sequence["Compiled"]) -> None:
+        if json_file:
+            write_json({"host": host, "rows": [row.as_json() for row in rows]}, json_file)
+
+    made = compile_with_progress(tasks(target or list(TARGETS), extent), jobs, write)
     console.print(make_table(COLUMNS, [_cells(row) for row in made]))
     for one in over_flash(made):
         console.print(str(one), markup=False)
@@ -84,14 +88,25 @@ def _cells(row: "Compiled") -> tuple[object, ...]:
     )
 
 
-def compile_with_progress(wanted: Sequence["Task"], jobs: int) -> list["Compiled"]:
-    """Compile with a bar on a terminal; sorted by kernel, variant and target."""
+def compile_with_progress(
+    wanted: Sequence["Task"],
+    jobs: int,
+    on_target: "Callable[[list[Compiled]], object]" = lambda _rows: None,
+) -> list["Compiled"]:
+    """Compile with a bar for each target, or a line without a terminal; sorted by kernel.
+
+    ``on_target``: called with all rows so far when those of a target are complete.
+    """
     from triptych.kernels.codegen.aot import compile_all
 
-    made = list["Compiled"]()
+    made, left = list["Compiled"](), Counter(task.target for task in wanted)
     with progress_bars(9) as bars:
-        bar = bars.add_task("compiling", total=len(wanted))
+        names = {name: bars.add_task(name, total=count) for name, count in left.items()}
         for compiled in compile_all(wanted, jobs):
             made.append(compiled)
-            bars.advance(bar)
-    return sorted(made, key=lambda row: (row.kernel, row.variant, row.target))
+            bars.advance(names[compiled.target])
+            left[compiled.target] -= 1
+            if not left[compiled.target]:
+                made.sort(key=lambda row: (row.kernel, row.variant, row.target))
+                on_target(made)
+    return made

@@ -6,14 +6,41 @@ from typing import NewType
 LeaseId = NewType("LeaseId", int)
 
 
-def arena_id(pool: str, index: int) -> str:
-    """Id of an arena of a pool. The first one is called as its pool is."""
-    return f"{pool}/{index}" if index else pool
+APART = "-apart"
+"""How ids of arenas end that no other device has access to."""
+
+
+def arena_ids(pool: str, count: int, *, are_apart: bool = False) -> tuple[str, ...]:
+    """Ids of the arenas of a pool; the first one, in host memory, is called as its pool is.
+
+    ``are_apart``: each of the others is accessed by its own device alone.
+    """
+    ending = APART if are_apart else ""
+    return (pool, *(f"{pool}/{index}{ending}" for index in range(1, count)))
 
 
 def pool_of(arena: str) -> str:
-    """The pool that an arena belongs to. Workers of a pool read and write all of its arenas."""
+    """The pool that an arena belongs to."""
     return arena.partition("/")[0]
+
+
+def is_apart(arena: str) -> bool:
+    """Whether an arena is on a device, and no other device has access to it."""
+    return arena.endswith(APART)
+
+
+def can_access(home: str, arena: str) -> bool:
+    """Whether workers with this home read and write the pages of an arena.
+
+    Devices have access to host memory, and to each other unless they are apart. Whoever has its
+    home in host memory uses the pages there.
+    """
+    if home == arena:
+        return True
+    pool = pool_of(home)
+    if pool_of(arena) != pool:
+        return False
+    return arena == pool or (home != pool and not is_apart(home) and not is_apart(arena))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +52,7 @@ class LeaseRef:
     """
 
     arena: str
-    """Which arena the pages lie in, unique per pool process and start (``arena_id``)."""
+    """Which arena the pages lie in, unique per pool process and start (``arena_ids``)."""
 
     lease: LeaseId
     """The lease that they are in."""

@@ -44,12 +44,13 @@ async def run(
     in_parts: bool,
     is_lowering: bool,
     on_devices: bool,
+    are_apart: bool,
 ) -> int:
     every = WHOLE_POINTS
     for is_chosen, chosen in (
         (in_parts, PART_POINTS),
         (is_lowering, LOWERING_POINTS),
-        (on_devices, DEVICE_POINTS),
+        (on_devices or are_apart, DEVICE_POINTS),
     ):
         every = chosen if is_chosen else every
     points = [point for point in every if point.role in wanted or point.name in wanted]
@@ -57,7 +58,12 @@ async def run(
     bad = list[Trial]()
     with TemporaryDirectory() as folder:
         model = save_tiny_model(Path(folder), layers=7 if in_parts else 2)
-        modes = {"in_parts": in_parts, "is_lowering": is_lowering, "on_devices": on_devices}
+        modes = {
+            "in_parts": in_parts,
+            "is_lowering": is_lowering,
+            "on_devices": on_devices,
+            "are_apart": are_apart,
+        }
         async with Cluster(model, **modes) as cluster:
             tries = await Trials.of(cluster)
             for seed in seeds:
@@ -70,7 +76,8 @@ async def run(
                     if out:
                         done = range(seeds.start, seed + 1)
                         found = report(done, trials, bad, dict(cluster.deaths))
-                        late = {"late_writes": cluster.late_writes} if on_devices else {}
+                        has_devices = on_devices or are_apart
+                        late = {"late_writes": cluster.late_writes} if has_devices else {}
                         write_json(found | late, out)
     show(trials)
     return 1 if bad else 0
@@ -134,6 +141,7 @@ def main() -> None:
     kinds.add_argument("--parts", action="store_true", help="points of layer-wise prefill")
     kinds.add_argument("--lowering", action="store_true", help="points of lowered requests")
     kinds.add_argument("--devices", action="store_true", help="pages in arenas of devices")
+    kinds.add_argument("--apart", action="store_true", help="devices that cannot access each other")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     asked = parser.parse_args()
     wanted = asked.point or asked.roles.split(",")
@@ -142,6 +150,7 @@ def main() -> None:
         "in_parts": asked.parts,
         "is_lowering": asked.lowering,
         "on_devices": asked.devices,
+        "are_apart": asked.apart,
     }
     sys.exit(asyncio.run(run(seeds, wanted, asked.json, **modes)))
 

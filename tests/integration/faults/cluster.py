@@ -110,6 +110,7 @@ class Cluster:
         in_parts: bool = False,
         is_lowering: bool = False,
         on_devices: bool = False,
+        are_apart: bool = False,
         revokes: bool = True,
         methods: Sequence[str] = (),
         compressor: Mapping[str, str] = MappingProxyType({}),
@@ -120,11 +121,14 @@ class Cluster:
 
         ``on_devices``: pages are in arenas of devices of a fake driver, and workers compute on
         these devices. A worker that dies at a point has writes queued there, which come as late as
-        a device may do them. ``revokes``: as of ``FakeDriver``. A model that reads images has an
+        a device may do them. ``are_apart``: these devices do not access each other. ``revokes``: as
+        of ``FakeDriver``. A model that reads images has an
         encode worker too. ``compressor`` and ``pool``: further settings of these.
         """
+        on_devices = on_devices or are_apart
         each = {"num_replicas": shards, "num_gpus": int(on_devices)}
         self._is_lowering, self._on_devices, self._revokes = is_lowering, on_devices, revokes
+        self._are_apart = are_apart
         self.shares_prefixes = not in_parts and not on_devices
         """Whether requests read pages of the prefix cache; those on devices have copies."""
         arena = {"arena": "device"} if on_devices else {}
@@ -288,7 +292,11 @@ class Cluster:
     def _start(self, index: int) -> None:
         self._taken[index] = ABSENT
         role, shard = self._roles[index]
-        modes = {"is_lowering": self._is_lowering, "revokes": self._revokes}
+        modes = {
+            "is_lowering": self._is_lowering,
+            "revokes": self._revokes,
+            "are_apart": self._are_apart,
+        }
         args = (role, self._plans[shard], self.board, self._taken, index, modes)
         process = FORKS.Process(target=run, args=args, daemon=True)
         process.start()
@@ -371,22 +379,30 @@ def run(
     for watched in WATCHED.get(role, (role,)):
         watch_points(watched, board)
     if role == "pool":
-        be_pool(plan, taken, index, revokes=modes["revokes"])
+        be_pool(plan, taken, index, modes)
     else:
         asyncio.run(
             be_router(plan, taken, index, is_lowering=modes["is_lowering"])
             if role == "router"
-            else be_worker(role, plan, taken, index)
+            else be_worker(role, plan, taken, index, cut_of(modes))
         )
 
 
-def be_pool(plan: AppPlan, taken: Any, index: int, *, revokes: bool) -> None:
+def cut_of(modes: Mapping[str, bool]) -> list[tuple[str, str]]:
+    """Pairs of devices that do not access each other."""
+    names = sorted({*DEVICES.values()})
+    return list(itertools.combinations(names, 2)) if modes["are_apart"] else []
+
+
+def be_pool(plan: AppPlan, taken: Any, index: int, modes: Mapping[str, bool]) -> None:
     run_dir.remove_orphans()
     place = run_dir.RunDir.enter(plan.run_dir)
     prefixes = PrefixSettings.of(plan.config.pool, plan.pages)
     memory = None
     if plan.config.pool.arena == "device":
-        driver = FakeDriver(plan.run_dir, revokes=revokes, linger_s=LINGER_S)
+        driver = FakeDriver(
+            plan.run_dir, cut_of(modes), revokes=modes["revokes"], linger_s=LINGER_S
+        )
         devices = tuple(dict.fromkeys(DEVICES.values()))
         memory = DeviceMemory(driver, devices, plan.host_arena_bytes)
     server = PoolServer(
@@ -397,7 +413,7 @@ def be_pool(plan: AppPlan, taken: Any, index: int, *, revokes: bool) -> None:
         device_memory=memory,
     )
     if memory:
-        write_late(server)
+        write_late(server, plan.run_dir)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     server.start()
@@ -407,13 +423,24 @@ def be_pool(plan: AppPlan, taken: Any, index: int, *, revokes: bool) -> None:
     place.leave()
 
 
-def write_late(server: PoolServer) -> None:
+def write_late(server: PoolServer, folder: Path) -> None:
     """Do what dead workers have queued once its pages have another owner, after each call."""
     owned, pool = server._memory, server._pool
     assert owned is not None
     driver, shape = owned.driver, owned.arenas.shape
     assert isinstance(driver, FakeDriver)
-    everywhere = DeviceArenas(owned.arenas.id, shape, driver, owned.descriptors, shape.devices[0])
+    all_access = FakeDriver(folder)
+    mapped = dict[int, DeviceArenas]()
+    """All arenas that there were, by their number: those of devices come with their workers."""
+
+    def everywhere() -> DeviceArenas:
+        there = dict(owned._descriptors)
+        if len(there) not in mapped:
+            mapped[len(there)] = DeviceArenas(
+                owned.arenas.id, shape, all_access, there, shape.devices[0]
+            )
+        return mapped[len(there)]
+
     call, leases = pool.call, pool.page_pool._leases
 
     def is_elsewhere(pid: int, page: int) -> bool:
@@ -425,7 +452,7 @@ def write_late(server: PoolServer) -> None:
             return call(asked)
         finally:
             with pool.lock:
-                driver.run_queue(everywhere, is_elsewhere)
+                driver.run_queue(everywhere(), is_elsewhere)
 
     pool.call = call_and_write
 
@@ -500,26 +527,30 @@ class Worker(WorkerReplica):
         attached = cache._attached.items()
         held = [ids[cache._where[ids] == lease] for lease, ids in attached]
         held = np.concatenate([np.flatnonzero(cache._where == _TAKEN), *held])
-        for page in held[arenas.arenas_of(held) > 0][:LATE_WRITES].tolist():
+        if not arenas.stores_at_host:
+            held = held[arenas.arenas_of(held) > 0]
+        for page in held[:LATE_WRITES].tolist():
             arenas.driver.queue_write(arenas, page, LATE_BYTE)
 
 
-def use_device(plan: AppPlan, name: str) -> None:
+def use_device(plan: AppPlan, name: str, cut: Sequence[tuple[str, str]]) -> None:
     """Compute on a device of the fake driver, with the kernels of the CPU.
 
     A vision tower computes on the host, where its features are.
     """
     from tests.far import quick_device  # noqa: PLC0415 - adds a device to torch
 
-    driver, device = FakeDriver(plan.run_dir), quick_device(pytest.MonkeyPatch())
+    driver, device = FakeDriver(plan.run_dir, cut), quick_device(pytest.MonkeyPatch())
     worker._own_gpu = lambda _plan: (driver, name)
     worker.device_of = lambda _config, stages: CPU if "encode" in stages else device
 
 
-async def be_worker(role: str, plan: AppPlan, taken: Any, index: int) -> None:
+async def be_worker(
+    role: str, plan: AppPlan, taken: Any, index: int, cut: Sequence[tuple[str, str]]
+) -> None:
     stop = told_to_stop()
     if plan.config.pool.arena == "device":
-        use_device(plan, DEVICES[role])
+        use_device(plan, DEVICES[role], cut)
     shell = Worker.__new__(Worker)
     await shell.__init__(plan, [cast(Any, role)])
     if plan.config.pool.arena == "device":

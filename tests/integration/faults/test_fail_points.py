@@ -55,6 +55,23 @@ async def test_nor_with_pages_on_devices(tmp_path: Path) -> None:
         assert await die_at(cluster, ON_DEVICES) == []
 
 
+APART = [
+    Point("prefill", "after", "commit"),
+    Point("compress", "after", "attach"),
+    Point("compress", "before", "commit"),
+    Point("decode", "after", "close a retirement"),
+    Point(TAKEOVER, "after", "adopt"),
+]
+
+
+@pytest.mark.timeout(600)
+async def test_nor_where_devices_do_not_access_each_other(tmp_path: Path) -> None:
+    """Raw pages are on the device of prefill and compressor. All points: ``--apart``."""
+    async with Cluster(save_tiny_model(tmp_path), are_apart=True) as cluster:
+        assert await die_at(cluster, APART) == []
+        assert cluster.late_writes["refused"] > 0
+
+
 @pytest.mark.timeout(600)
 @some_and_others(PART_POINTS, 0, 4)
 async def test_nor_while_a_prompt_is_encoded_layer_by_layer(

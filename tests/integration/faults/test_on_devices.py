@@ -44,8 +44,10 @@ async def streaming(cluster: Cluster) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_prefixes_takeovers_and_the_next_pool(tmp_path: Path) -> None:
-    async with Cluster(save_tiny_model(tmp_path), on_devices=True) as cluster:
+@pytest.mark.parametrize("are_apart", [False, True], ids=["peers", "apart"])
+async def test_prefixes_takeovers_and_the_next_pool(tmp_path: Path, are_apart: bool) -> None:
+    model = save_tiny_model(tmp_path)
+    async with Cluster(model, on_devices=True, are_apart=are_apart) as cluster:
         alone = [await cluster.answer(request(n)) for n in range(CLIENTS)]
         await cluster.settled()
         assert {one.ending for one in alone} == {"length"}

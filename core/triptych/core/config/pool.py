@@ -26,8 +26,9 @@ class PoolConfig:
     """Where pages are. ``host``: in host memory, and decode keeps copies in its GPU's memory.
     ``device``: ``kv_cache_memory_bytes`` in the memory of each GPU, and only cached prefixes and
     features of images in host memory; all stages need a GPU (``num_gpus``). If the GPUs of a node
-    cannot access each other, the pool starts as with ``host`` and logs why. No GPU has run
-    ``device``."""
+    cannot access each other, raw pages alone are there, and as many bytes in host memory are for
+    all others, of which decode keeps copies. If it cannot be had, the pool starts as with ``host``.
+    Either way it logs why. No GPU has run ``device``."""
 
     page_bytes: int | Literal["auto"] = "auto"
     """Bytes of one page; ``auto``: 32 tokens of K8V4 fill it exactly (3,584 at head_dim 64), or for

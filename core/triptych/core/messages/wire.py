@@ -12,14 +12,14 @@ import msgpack
 from triptych.core.errors import MessageError
 from triptych.core.schema import PackedField, SchemaError, build
 
-WIRE_VERSION = 13
+WIRE_VERSION = 14
 """Changes whenever a message gets another name, shape or default: 2 renamed messages of preemption,
 checkpoints and borrowed cache memory; 3 added the epoch of a registration; 4 the children of a
 ``Submit``; 5 page limits, evictions, and the prompt's length of a ``Prefix``; 6 small pages; 7
 floors of requests, and tokens that are lowered; 8 compression methods of requests; 9
 images of requests, and messages of the encode stage; 10 segments of prompts; 11 left out fields
 with their default; 12 limits of KL, chosen methods, and the speed of links; 13 shares of token
-classes."""
+classes; 14 where the raw pages of a prompt are stored."""
 MAX_FRAME_BYTES = 64 << 20
 
 Message = Any

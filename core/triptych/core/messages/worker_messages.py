@@ -78,10 +78,14 @@ class Prefill:
     layers are handed over at once."""
     reader: str = ""
     """Address of this worker, where those compressors reply."""
+    arenas: tuple[str, ...] = ()
+    """Where to store the raw pages of each prompt; empty: at the worker's home."""
 
     def __post_init__(self) -> None:
         if self.encoders and len(self.encoders) != len(self.requests):
             raise ValueError(f"{len(self.encoders)} encoders for {len(self.requests)} requests")
+        if self.arenas and len(self.arenas) != len(self.requests):
+            raise ValueError(f"{len(self.arenas)} arenas for {len(self.requests)} requests")
 
 
 @message

@@ -186,6 +186,7 @@ class WorkerReplica:
             checkpoint_bytes=_checkpoint_bytes(self._plan, self._stages),
             connect_timeout_s=POOL_ANSWER_S,
             device=_own_gpu(self._plan),
+            keeps_copies=not {"prefill", "compress"} & set(self._stages),
         )
 
     def _make_loop(self) -> StageLoop:

@@ -4,6 +4,7 @@
 """KL divergence of attention weights and next tokens when query-key products are of integers."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -16,21 +17,32 @@ from triptych.kernels.decode.byte_products import byte_logits
 from triptych.kernels.hadamard import hadamard
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 
-KEY_BITS = (8, 4)
-DIGITS = (2, 3)
-"""Digits of 16-bit queries, and of float32 queries."""
+BITS = ((8, 4), (4, 2))
+"""Bits of keys and values: of K8V4 and of K4V2."""
+DIGITS = (1, 2, 3)
+"""Digits of a query: of bytes alone, which no kernel has, of 16-bit and of float32 queries."""
+
+
+@dataclass(frozen=True)
+class LayerCodes:
+    """Keys and values of a layer as pages hold them."""
+
+    keys: Encoded
+    values: Tensor
+    """Decoded: [KH, tokens, d] float32."""
 
 
 class CodedAttention(Attend):
-    """Dense causal attention over rotated keys in codes; values stay as they are.
+    """Dense causal attention over rotated keys and values in codes.
 
-    ``digits``: those of a query in products of integers; 0: products of float64. ``stored``:
-    the codes of each layer, which are read if they are there and otherwise written: as pages, they
-    are the same however queries are multiplied. Codes of other hidden states would be rounded
-    otherwise here and there, which costs more than what is measured.
+    ``bits``: of keys and of values. ``digits``: those of a query in products of integers; 0:
+    products of float64. ``stored``: the codes of each layer, which are read if they are there and
+    otherwise written: as pages, they are the same however queries are multiplied. Codes of other
+    hidden states would be rounded otherwise here and there, which costs more than what is
+    measured.
     """
 
-    def __init__(self, bits: int, digits: int, stored: dict[int, Encoded]) -> None:
+    def __init__(self, bits: tuple[int, int], digits: int, stored: dict[int, LayerCodes]) -> None:
         self.bits, self.digits, self.stored = bits, digits, stored
         self.weights_kl = list[Tensor]()
         """KL divergence from the weights of float64 products, by layer: [H, n] float64."""
@@ -48,9 +60,9 @@ class CodedAttention(Attend):
         check_plain(layer, traits, sinks)
         tokens, kv_heads, dim = key.shape
         rotation = hadamard(dim)
-        keys = key.float().transpose(0, 1) @ rotation
-        coded = self.stored.get(layer) or encode(keys.reshape(-1, dim), self.bits, 1)
-        self.stored[layer] = coded
+        if layer not in self.stored:
+            self.stored[layer] = self._encode(key, value, rotation)
+        coded = self.stored[layer].keys
         codes = coded.codes.view(kv_heads, 1, tokens, dim)
         scale, zero = coded.metadata.view(kv_heads, 1, tokens, 2).unbind(-1)
         grouped = by_kv_head(query.float(), kv_heads) @ rotation
@@ -64,24 +76,36 @@ class CodedAttention(Attend):
             used = (products * traits.scale).masked_fill(hidden, float("-inf")).log_softmax(-1)
             apart = (exact.exp() * (exact - used)).masked_fill(hidden, 0.0)
             self.weights_kl.append(apart.sum(-1).flatten(0, 1))
-        return ungrouped(used.exp().float() @ value.float().transpose(0, 1)[:, None])
+        return ungrouped(used.exp().float() @ self.stored[layer].values[:, None])
+
+    def _encode(self, key: Tensor, value: Tensor, rotation: Tensor) -> LayerCodes:
+        """Codes of each token, by a scale and a zero of its own."""
+        dim = key.shape[-1]
+        keys, values = (one.float().transpose(0, 1) @ rotation for one in (key, value))
+        key_bits, value_bits = self.bits
+        coded = encode(values.reshape(-1, dim), value_bits, 1)
+        scale, zero = coded.metadata.float().view(-1, 2).T[..., None]
+        decoded = (coded.codes.float() * scale + zero).view(values.shape)
+        # The rotation is orthogonal.
+        return LayerCodes(encode(keys.reshape(-1, dim), key_bits, 1), decoded @ rotation.T)
 
 
 def integer_products(draw: Draw) -> Mapping[str, float]:
     """KL divergence of attention weights and of next tokens from those of exact products.
 
-    Keys of 8 and of 4 bits with a scale for each token; queries of two digits to the base 254 (15
-    bits of the largest number) and of three. Only the products differ.
+    Keys and values with a scale for each token, in the bits of K8V4 and of K4V2; queries of one
+    digit to the base 254 (7 bits of the largest number), of two and of three. Only the products
+    differ.
 
     Source: SageAttention (products of integers in attention); digits are ours
     """
     found = dict[str, float]()
-    for bits, digits in product(KEY_BITS, DIGITS):
-        name = f"K{bits}, {digits} digits"
+    for bits, digits in product(BITS, DIGITS):
+        name = f"K{bits[0]}V{bits[1]}, {digits} digits"
         weights, tokens = list[Tensor](), list[Tensor]()
         for text in draw.texts:
             ids = (*text.context, *text.continuation)
-            stored = dict[int, Encoded]()
+            stored = dict[int, LayerCodes]()
             coded = CodedAttention(bits, digits, stored)
             exact, mine = (
                 _log_probabilities(draw, ids, one)
@@ -92,6 +116,7 @@ def integer_products(draw: Draw) -> Mapping[str, float]:
         found[f"{name}: KL of weights, mean"] = float(torch.stack(weights).mean())
         found[f"{name}: KL of weights, largest"] = float(torch.stack(weights).max())
         found[f"{name}: KL of next tokens, mean"] = float(torch.stack(tokens).mean())
+        found[f"{name}: KL of next tokens, largest"] = float(torch.stack(tokens).max())
     return found
 
 

@@ -82,6 +82,8 @@ class CudaDriver:
 
     def __init__(self) -> None:
         self._library: Any = None
+        self._mapped = dict[int, list[tuple[int, int]]]()
+        """Address and bytes of the parts of each mapping, by its address."""
         self._fault = ""
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
@@ -112,7 +114,7 @@ class CudaDriver:
             )
         try:
             lacks = [self._lack(device) for device in devices]
-            return next((lack for lack in lacks if lack), "") or self._unreachable(devices)
+            return next((lack for lack in lacks if lack), "")
         except PoolError as error:
             return f"the driver answers with an error ({error}): see what nvidia-smi says"
 
@@ -144,7 +146,7 @@ class CudaDriver:
             )
         return ""
 
-    def _unreachable(self, devices: Sequence[str]) -> str:
+    def cut(self, devices: Sequence[str]) -> str:
         for one in devices:
             for other in devices:
                 can = ctypes.c_int(one == other)
@@ -184,13 +186,17 @@ class CudaDriver:
             self._call("cuMemRelease", handle)  # the descriptor keeps the memory
         return descriptor.value
 
-    def map(self, parts: Sequence[tuple[int, int]], device: str) -> int:
+    def map(self, parts: Sequence[tuple[int | None, int]], device: str) -> int:
         size, start = sum(nbytes for _, nbytes in parts), ctypes.c_ulonglong()
         none, whole = ctypes.c_ulonglong(0), ctypes.c_size_t(size)
         alignment = ctypes.c_size_t(self.granularity)
         self._call("cuMemAddressReserve", ctypes.byref(start), whole, alignment, none, none)
         address = start.value
+        mapped = list[tuple[int, int]]()
         for index, (descriptor, nbytes) in enumerate(parts):
+            if descriptor is None:
+                address += nbytes
+                continue
             handle, length = ctypes.c_ulonglong(), ctypes.c_size_t(nbytes)
             self._call(
                 "cuMemImportFromShareableHandle", ctypes.byref(handle),
@@ -204,13 +210,15 @@ class CudaDriver:
                 each = (_Access(self._location(reader), _READ_WRITE) for reader in readers)
                 access = (_Access * len(readers))(*each)
                 self._call("cuMemSetAccess", at, length, access, ctypes.c_size_t(len(readers)))
+            mapped.append((address, nbytes))
             address += nbytes
+        self._mapped[start.value] = mapped
         return start.value
 
     def unmap(self, address: int, nbytes: int) -> None:
-        start, size = ctypes.c_ulonglong(address), ctypes.c_size_t(nbytes)
-        self._call("cuMemUnmap", start, size)
-        self._call("cuMemAddressFree", start, size)
+        for at, length in self._mapped.pop(address):
+            self._call("cuMemUnmap", ctypes.c_ulonglong(at), ctypes.c_size_t(length))
+        self._call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(nbytes))
 
     def revoke(self, process: ProcessKey) -> bool:
         """Whether no GPU has a context of the process: its queue ends with its context.

@@ -1,7 +1,9 @@
 """Arenas in the memory of devices, which all processes of a pool map into a range of addresses.
 
 Page ``p`` of a pool begins at ``address + p * page_bytes``, whatever memory it lies in. So kernels
-read pages of another device, and write pages there, as they do with their own.
+read pages of another device, and write pages there, as they do with their own. Where devices cannot
+access each other they are *apart*: each process maps the arenas of the host and of its own device,
+and raw pages alone lie on devices.
 
 ``Driver`` is what this takes of the driver of the devices: ``cuda_driver`` has that of NVIDIA.
 """
@@ -11,7 +13,8 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import PoolError
-from triptych.core.handles import arena_id
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.processes import ProcessKey
 
@@ -36,7 +38,14 @@ class Driver(Protocol):
     """Bytes."""
 
     def refusal(self, devices: Sequence[str]) -> str:
-        """Why memory of these devices cannot be shared by all of them; empty: it can."""
+        """Why processes cannot share memory of these devices and of the host; empty: they can."""
+        ...
+
+    def cut(self, devices: Sequence[str]) -> str:
+        """Which of these devices cannot access each other, in words; empty: all can.
+
+        Raises: PoolError if the driver answers with an error
+        """
         ...
 
     def create(self, device: str, nbytes: int) -> int:
@@ -48,10 +57,11 @@ class Driver(Protocol):
         """
         ...
 
-    def map(self, parts: Sequence[tuple[int, int]], device: str) -> int:
+    def map(self, parts: Sequence[tuple[int | None, int]], device: str) -> int:
         """Map memory by (descriptor, bytes), one after another, for a device of this process.
 
-        The host can read and write the first part only. Descriptors may be closed afterwards.
+        The host can read and write the first part only, and nobody those without a descriptor.
+        Descriptors may be closed afterwards.
 
         Returns: the address of the first byte
         Raises: PoolError if the driver refuses
@@ -79,11 +89,13 @@ class ArenaShape:
     page_bytes: int
     devices: tuple[str, ...]
     """Device of each arena behind the first one."""
+    are_apart: bool = False
+    """Whether each device has access to the host and itself alone."""
 
     @classmethod
     def of(
         cls, driver: Driver, host_bytes: int, device_bytes: int, page_bytes: int,
-        devices: Sequence[str],
+        devices: Sequence[str], *, are_apart: bool = False,
     ) -> "ArenaShape":  # fmt: skip
         """At least ``host_bytes``, and at most ``device_bytes`` on each device.
 
@@ -100,13 +112,21 @@ class ArenaShape:
                 f"an arena of {device_bytes:,} bytes: raise pool.kv_cache_memory_bytes to at least "
                 f"{step * page_bytes:,}"
             )
-        return cls((host, *(each for _ in devices)), page_bytes, tuple(devices))
+        return cls((host, *(each for _ in devices)), page_bytes, tuple(devices), are_apart)
 
     @property
     def parts(self) -> list[tuple[str, int]]:
         """Device and bytes of each arena."""
         sizes = [pages * self.page_bytes for pages in self.pages]
         return list(zip((HOST, *self.devices), sizes, strict=True))
+
+    def accessed(self, device: str, home: str) -> list[int]:
+        """Indices of the arenas that a worker on a device reads and writes; ``home``: its own."""
+        if device == HOST:
+            return [0]
+        if not self.are_apart:
+            return list(range(len(self.pages)))
+        return [0] if home == HOST else [0, self.index_of(home)]
 
     def index_of(self, device: str) -> int:
         """Index of the arena on a device.
@@ -144,21 +164,27 @@ class DeviceArenas(Arena):
     is_on_disk = False
 
     def __init__(
-        self, pool_id: str, shape: ArenaShape, driver: Driver, descriptors: Sequence[int],
-        device: str = HOST,
+        self, pool_id: str, shape: ArenaShape, driver: Driver, descriptors: Mapping[int, int],
+        device: str = HOST, home: str | None = None,
     ) -> None:  # fmt: skip
-        """Raises: PoolError if the driver refuses."""
+        """``descriptors``: of the arenas that are mapped, by index. ``home``: the device of the
+        arena where this process allocates; None: ``device``.
+
+        Raises: PoolError if the driver refuses
+        """
         self.id, self.shape, self.device = pool_id, shape, device
         self.pages, self.page_bytes = sum(shape.pages), shape.page_bytes
         self.driver = driver
+        self.home = device if home is None else home
         sizes = [nbytes for _, nbytes in shape.parts]
-        self._address = driver.map(list(zip(descriptors, sizes, strict=True)), device)
+        parts = [(descriptors.get(index), nbytes) for index, nbytes in enumerate(sizes)]
+        self._address = driver.map(parts, device)
         self._nbytes = sum(sizes)
 
     @property
-    def home(self) -> str:
-        """Id of the arena on its device."""
-        return arena_id(self.id, self.shape.index_of(self.device))
+    def stores_at_host(self) -> bool:
+        """Whether a process with a device has its home in host memory."""
+        return self.device != HOST and self.home == HOST
 
     @property
     def address(self) -> int:
@@ -193,13 +219,46 @@ class DeviceArenas(Arena):
             self._address = 0
 
 
-@dataclass(frozen=True, slots=True)
 class OwnedArenas:
-    """Arenas of the pool process, and what its workers need to map them."""
+    """Arenas of the pool process, and the descriptors with which workers map them.
 
-    arenas: DeviceArenas
-    descriptors: tuple[int, ...]
-    driver: Driver
+    Memory of devices that are apart is allocated when a worker with its home there asks for it: no
+    page lies on the device of a decode worker, which needs the memory for its copies.
+    """
+
+    def __init__(self, memory: DeviceMemory, shape: ArenaShape) -> None:
+        """Raises: PoolError if there is too little memory, or the driver refuses."""
+        self.driver, self._lock = memory.driver, threading.Lock()
+        self._descriptors, self._shape = dict[int, int](), shape
+        try:
+            for index in range(1 if shape.are_apart else len(shape.pages)):
+                self.descriptor(index)
+            pool_id = f"triptych-{os.getuid()}-{secrets.token_hex(8)}"
+            self.arenas = DeviceArenas(pool_id, shape, self.driver, self._descriptors)
+        except PoolError:
+            self.close()
+            raise
+
+    def descriptor(self, index: int) -> int:
+        """The descriptor of an arena, which is allocated if it is not yet.
+
+        Raises: PoolError if there is too little memory, or no such arena
+        """
+        if index >= len(self._shape.pages):
+            raise PoolError(f"no arena {index}: the pool has {len(self._shape.pages)}")
+        with self._lock:
+            if index not in self._descriptors:
+                device, nbytes = self._shape.parts[index]
+                self._descriptors[index] = self.driver.create(device, nbytes)
+                logger.info("an arena of %s bytes on %s", f"{nbytes:,}", device or "the host")
+            return self._descriptors[index]
+
+    def close(self) -> None:
+        """Close the descriptors of this process."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
 
 
 def open_arenas(
@@ -207,28 +266,32 @@ def open_arenas(
 ) -> OwnedArenas | None:
     """Allocate an arena in host memory and one of ``device_bytes`` on each device.
 
-    ``address``: that of the pool's socket; empty: a Unix socket. None if it cannot be done; a line
-    in the log says why.
+    If devices cannot access each other, that of the host has as many bytes more, for all pages but
+    raw ones. ``address``: that of the pool's socket; empty: a Unix socket. None if it cannot be
+    done. A line in the log says what was chosen, and why.
     """
     refusal = memory.refusal(address or "unix:", has_other_nodes=has_other_nodes)
-    descriptors = list[int]()
     if not refusal:
         try:
+            cut = memory.driver.cut(memory.devices)
+            host_bytes = memory.host_bytes + device_bytes * bool(cut)
             shape = ArenaShape.of(
-                memory.driver, memory.host_bytes, device_bytes, page_bytes, memory.devices
-            )
-            for device, nbytes in shape.parts:
-                descriptors.append(memory.driver.create(device, nbytes))
-            pool_id = f"triptych-{os.getuid()}-{secrets.token_hex(8)}"
-            arenas = DeviceArenas(pool_id, shape, memory.driver, descriptors)
+                memory.driver, host_bytes, device_bytes, page_bytes, memory.devices,
+                are_apart=bool(cut),
+            )  # fmt: skip
+            owned = OwnedArenas(memory, shape)
         except PoolError as error:
             refusal = str(error)
-            for descriptor in descriptors:
-                os.close(descriptor)
         else:
             sizes = ", ".join(f"{nbytes:,} on {name or 'the host'}" for name, nbytes in shape.parts)
             logger.info("pages are in arenas of %s bytes", sizes)
-            return OwnedArenas(arenas, tuple(descriptors), memory.driver)
+            if cut:
+                logger.warning(
+                    "pool.arena=device: raw pages stay on the GPU of their prefill worker, encoded "
+                    "ones are in host memory, and decode workers keep copies, because %s",
+                    cut,
+                )
+            return owned
     logger.warning(
         "pool.arena=device: pages are in host memory, and each GPU keeps copies, because %s",
         refusal,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import NotHeld, PoolError, StaleHandle
-from triptych.core.handles import LeaseId, LeaseRef, arena_id
+from triptych.core.handles import LeaseId, LeaseRef, arena_ids
 from triptych.kvpool.pool.free_list import FreeList, PageIds, count_outside, count_repeated
 from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.pool.stats import FREE
@@ -107,11 +107,11 @@ class LeaseTable:
     change something expect checked arguments.
     """
 
-    def __init__(self, sizes: Sequence[int], pool_id: str) -> None:
-        """``sizes``: pages of each arena."""
+    def __init__(self, sizes: Sequence[int], pool_id: str, *, are_apart: bool = False) -> None:
+        """``sizes``: pages of each arena; ``are_apart``: as of ``arena_ids``."""
         pages = sum(sizes)
         self.pages, self.pool_id = pages, pool_id
-        self.arenas = tuple(arena_id(pool_id, index) for index in range(len(sizes)))
+        self.arenas = arena_ids(pool_id, len(sizes), are_apart=are_apart)
         ends = np.cumsum(sizes)
         self._firsts = ends - sizes
         self.free_lists = tuple(

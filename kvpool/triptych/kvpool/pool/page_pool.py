@@ -63,9 +63,13 @@ class Pool:
         pool_id: str,
         lease_ttl_s: float,
         keep_s: float = KEEP_S,
+        *,
+        are_apart: bool = False,
     ) -> None:
-        """``pages``: of its arena, or of each of its arenas."""
-        self._leases = LeaseTable([pages] if isinstance(pages, int) else pages, pool_id)
+        """``pages``: of its arena, or of each of its arenas; ``are_apart``: as of ``arena_ids``."""
+        sizes = [pages] if isinstance(pages, int) else pages
+        self._leases = LeaseTable(sizes, pool_id, are_apart=are_apart)
+        self.are_apart = are_apart
         self.pages, self.page_bytes = self._leases.pages, page_bytes
         self.pool_id, self.lease_ttl_s, self.keep_s = pool_id, lease_ttl_s, keep_s
         self._workers = WorkerTable(pool_id, lease_ttl_s)

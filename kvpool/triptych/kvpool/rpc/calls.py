@@ -61,7 +61,9 @@ class RegisterWorker(PoolCall[Registered]):
     checkpoint_bytes: int = 0
     """Size of the memory for its checkpoint."""
     device: str = ""
-    """Where its pages are; empty: in host memory."""
+    """Where it computes, and its pages are; empty: in host memory."""
+    keeps_copies: bool = False
+    """Whether it keeps copies of pages on its device, where devices are apart."""
 
     def __post_init__(self) -> None:
         require_short(self.name)
@@ -72,7 +74,13 @@ class RegisterWorker(PoolCall[Registered]):
             )
 
     def run(self, pool: LockedPool) -> Registered:
-        return pool.register(self.name, self.process, self.checkpoint_bytes, self.device)
+        return pool.register(
+            self.name,
+            self.process,
+            self.checkpoint_bytes,
+            self.device,
+            keeps_copies=self.keeps_copies,
+        )
 
 
 @message

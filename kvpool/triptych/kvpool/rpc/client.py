@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable, StaleHandle
-from triptych.core.handles import LeaseId, LeaseRef, arena_id, pool_of
+from triptych.core.handles import LeaseId, LeaseRef, arena_ids, can_access
 from triptych.core.messages import CacheMemoryBorrowed
 from triptych.kvpool.disk.tier import Coming, Disk, DiskSettings
 from triptych.kvpool.pool.arena import Arena
@@ -63,6 +63,8 @@ class WorkerPool:
         open_checkpoint: Callable[[str, int], Arena],
         checkpoint_bytes: int = 0,
         device: str = HOST,
+        *,
+        keeps_copies: bool = False,
     ) -> None:
         self.worker = worker
         self._proxy = proxy
@@ -76,6 +78,7 @@ class WorkerPool:
                 process=this_process(),
                 checkpoint_bytes=checkpoint_bytes,
                 device=device,
+                keeps_copies=keeps_copies,
             )
         )
         self._id = self._registered.worker
@@ -108,12 +111,12 @@ class WorkerPool:
 
     @property
     def home(self) -> str:
-        """The arena of this worker's device, where it allocates."""
+        """The arena where this worker allocates: of its device, or in host memory."""
         return self._registered.home
 
     def has(self, arena: str) -> bool:
         """Whether this worker can read and write the pages of an arena."""
-        return pool_of(arena) == self.arena.id
+        return can_access(self.home, arena)
 
     @property
     def lease_ttl_s(self) -> float:
@@ -161,6 +164,8 @@ class WorkerPool:
         with self._lock:
             self._require_registered()
             if arena and arena != self.home:
+                if not self.has(arena):
+                    raise PoolError(f"arena {arena} is not accessed from {self.home}")
                 asked = calls.AllocatePages(
                     worker=self._id, pages=count, at_least=count, arena=arena
                 )
@@ -259,7 +264,7 @@ class WorkerPool:
             for lease_ref, _ in wanted:
                 if not self.has(lease_ref.arena):
                     raise StaleHandle(
-                        lease_ref.lease, f"arena {lease_ref.arena} is not of {self.arena.id}"
+                        lease_ref.lease, f"arena {lease_ref.arena} is not accessed from {self.home}"
                     )
             asked = calls.AttachLeases(
                 worker=self._id,
@@ -506,9 +511,13 @@ class WorkerPool:
 
 def _pages_at_home(pool: Registered) -> range:
     """Ids of the pages at a worker's home."""
-    index = [arena_id(pool.arena, at) for at in range(len(pool.sizes))].index(pool.home)
+    index = _index_of_home(pool)
     first = sum(pool.sizes[:index])
     return range(first, first + pool.sizes[index])
+
+
+def _index_of_home(pool: Registered) -> int:
+    return arena_ids(pool.arena, len(pool.sizes), are_apart=pool.are_apart).index(pool.home)
 
 
 def _own(lease_ref: LeaseRef, ids: PageIds) -> PageIds:
@@ -529,6 +538,7 @@ class PoolClient(WorkerPool):
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         checkpoint_bytes: int = 0,
         device: tuple[Driver, str] | None = None,
+        keeps_copies: bool = False,
     ) -> None:
         """Connect, wait until the pool is there, and map its arenas.
 
@@ -536,7 +546,9 @@ class PoolClient(WorkerPool):
         one. ``directory`` is the pool's directory of shared memory, and ``arena_directory`` that
         of its arena, if it is another one. With ``checkpoint_bytes`` there is a checkpoint, and
         the leases of this worker wait for a takeover worker when it dies. ``device``: where this
-        worker computes, and the driver that maps pages there; None: on the host.
+        worker computes, and the driver that maps pages there; None: on the host. ``keeps_copies``:
+        where devices cannot access each other, this worker's pages are in host memory, with copies
+        on its device.
 
         Raises: PoolUnavailable if the pool does not answer in time; PoolError if its pages are on
             devices, and this worker computes on none
@@ -561,6 +573,7 @@ class PoolClient(WorkerPool):
                 open_checkpoint,
                 checkpoint_bytes,
                 device[1] if device else HOST,
+                keeps_copies=keeps_copies,
             )
         except BaseException:
             self._remote.close()
@@ -588,12 +601,14 @@ class PoolClient(WorkerPool):
 def _map_devices(pool: Registered, address: str, device: tuple[Driver, str] | None) -> DeviceArenas:
     if device is None:
         raise PoolError("the pages of the pool are on devices, and this worker computes on none")
-    descriptors = receive(descriptors_path(address), len(pool.sizes))
+    shape = ArenaShape(pool.sizes, pool.page_bytes, pool.devices, pool.are_apart)
+    driver, name = device
+    home = (HOST, *pool.devices)[_index_of_home(pool)]
+    descriptors = receive(descriptors_path(address), shape.accessed(name, home))
     try:
-        shape = ArenaShape(pool.sizes, pool.page_bytes, pool.devices)
-        return DeviceArenas(pool.arena, shape, device[0], descriptors, device[1])
+        return DeviceArenas(pool.arena, shape, driver, descriptors, name, home)
     finally:
-        for descriptor in descriptors:
+        for descriptor in descriptors.values():
             os.close(descriptor)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from triptych.core.errors import PoolError, StaleHandle, WritesPending
-from triptych.core.handles import LeaseId, arena_id
+from triptych.core.handles import LeaseId
 from triptych.kvpool.disk.tier import Disk, DiskTier
 from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
@@ -138,9 +138,18 @@ class LockedPool:
     # -------------------------------------------------------------- workers
 
     def register(
-        self, name: str, process: ProcessKey, checkpoint_bytes: int, device: str = ""
+        self,
+        name: str,
+        process: ProcessKey,
+        checkpoint_bytes: int,
+        device: str = "",
+        *,
+        keeps_copies: bool = False,
     ) -> Registered:
         """Register a worker, with memory for its checkpoint if it wants some.
+
+        ``keeps_copies``: of pages in host memory, on its device. If devices are apart its home is
+        in host memory, where others can write the pages that it reads.
 
         Raises: PoolError if arenas are on other devices than ``device``; WritesPending if an
             earlier process of this name has some
@@ -151,7 +160,8 @@ class LockedPool:
         if device and self._devices:
             if device not in self._devices:
                 raise PoolError(f"the pool has no arena on {device!r}: it has {self._devices}")
-            home = arena_id(self.page_pool.pool_id, 1 + self._devices.index(device))
+            if not (keeps_copies and self.page_pool.are_apart):
+                home = self.page_pool.arenas[1 + self._devices.index(device)]
         with self.lock:
             before = self.page_pool.process_of(name)
         if before not in (None, process):
@@ -175,6 +185,7 @@ class LockedPool:
                 home=home or self.page_pool.pool_id,
                 sizes=self.page_pool.sizes,
                 devices=self._devices,
+                are_apart=self.page_pool.are_apart,
             )
 
     def inherit(self, previous_worker: str) -> Inheritance:

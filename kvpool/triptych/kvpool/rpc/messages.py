@@ -58,6 +58,8 @@ class Registered:
     """Pages of each arena."""
     devices: tuple[str, ...]
     """Device of each arena behind the first one, which is in host memory."""
+    are_apart: bool
+    """Whether each device has access to the host and itself alone."""
 
 
 @message

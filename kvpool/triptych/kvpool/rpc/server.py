@@ -80,7 +80,8 @@ class PoolServer:
             owned.arenas if owned else Arena.create(pages, page_bytes, folder, reserved=reserved)
         )
         sizes = owned.arenas.shape.pages if owned else (pages,)
-        pool = Pool(sizes, page_bytes, self._arena.id, config.lease_ttl_s)
+        are_apart = owned is not None and owned.arenas.shape.are_apart
+        pool = Pool(sizes, page_bytes, self._arena.id, config.lease_ttl_s, are_apart=are_apart)
         self._disk, disk_fault = _open_disk(config, self._arena) if prefixes else (None, "")
         self._pool = LockedPool(
             pool,
@@ -114,7 +115,7 @@ class PoolServer:
             _prepare_socket(self._address)
             if self._memory:
                 path = descriptors_path(self._address)
-                self._exports = DescriptorServer(path, self._memory.descriptors)
+                self._exports = DescriptorServer(path, self._memory.descriptor)
             self._server = FrameServer(lambda frame: answer(self._pool, frame), self._address)
             if self._outside:
                 self._door = PeerPorts(self._pool, self._arena, *self._outside)
@@ -138,6 +139,8 @@ class PoolServer:
             self._server.stop()
         if self._exports:
             self._exports.close()
+        if self._memory:
+            self._memory.close()
         if self._sweeper.is_alive():
             self._sweeper.join()
         self._pool.close()

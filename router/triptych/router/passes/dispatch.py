@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from triptych.core.config import RouterConfig
+from triptych.core.handles import can_access, is_apart, pool_of
 from triptych.core.messages import CompressItem, EncodeImages, Join, Prefix, Resume, pack_tokens
 from triptych.router.models.memory_estimate import RequestBytes
 from triptych.router.passes.decision_log import DecisionLog
@@ -11,7 +12,12 @@ from triptych.router.passes.placement_view import Placer
 from triptych.router.policies.batch_gates import Schedule
 from triptych.router.policies.placement import Choice
 from triptych.router.snapshot import Budget, HeldBy
-from triptych.router.state.byte_ledger import Lines, lines_after_encoding, lines_before_encoding
+from triptych.router.state.byte_ledger import (
+    Lines,
+    are_peers,
+    lines_after_encoding,
+    lines_before_encoding,
+)
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, PromptWait, State
 from triptych.router.state.shared_prompts import SharedPrompts
@@ -21,7 +27,8 @@ MOVABLE = (State.ORPHANED, State.COMPRESSED, State.PLANNED, State.PREFILLED, Sta
 
 
 ENCODER_GRACE_S = 30.0
-"""Time for which prompts with layer-wise prefill wait for a compressor after one died."""
+"""Time for which prompts with layer-wise prefill, and those whose raw pages no other GPU can read,
+wait for a compressor after one died."""
 ROUND_REQUESTS = 4
 """Requests that the batch policy chooses at a time. Unused choices are lost if workers are full."""
 
@@ -167,7 +174,8 @@ class Dispatch:
         """The best decode worker in an arena where the final pages can be booked."""
 
         def fits(arena: str) -> bool:
-            return self.cluster.ledger.fits(entry.id, self._lines(entry, final=arena))
+            writes = can_write(entry.placement.work_arena, arena)
+            return writes and self.cluster.ledger.fits(entry.id, self._lines(entry, final=arena))
 
         own = {entry.placement.raw_arena, entry.placement.work_arena, entry.placement.final_arena}
         return self.cluster.load_index.decode(own, fits)
@@ -204,7 +212,7 @@ class Dispatch:
         if self.cluster.load_index.compressor("") is None:
             return
         for entry in self.cluster.requests.in_state(State.PREFILLED):
-            address = self._compressor(entry)
+            address = None if self._waits_for_compressor(entry, now) else self._compressor(entry)
             if address is not None and self._book_work(entry, address):
                 self._compress(entry, address, now)
 
@@ -226,6 +234,17 @@ class Dispatch:
         )
         self.cluster.outbox.compress(address, item)
         self.cluster.requests.move(entry, State.COMPRESSING, now)
+
+    def _waits_for_compressor(self, entry: Entry, now: float) -> bool:
+        """Whether no compressor can read the raw pages, and one that could has died just now.
+
+        Later any compressor gets them. It refuses the request, which is then computed again.
+        """
+        arena = entry.placement.raw_arena
+        if not is_apart(arena):
+            return False
+        absent = self.cluster.membership.absent_since("compress", arena)
+        return absent is not None and now - absent < ENCODER_GRACE_S
 
     def _compressor(self, entry: Entry) -> str | None:
         """A compressor in the arena that the request booked; in any arena if that one has none."""
@@ -250,6 +269,15 @@ class Dispatch:
                 return False
             entry.placement.work_arena = arena
         return True
+
+    def _raw_arena(self, home: str) -> str:
+        """The arena where a prefill worker of an arena stores raw pages: its own, if possible.
+
+        In host memory if no other GPU can read its arena, and no compressor is there.
+        """
+        if is_apart(home) and not self.cluster.load_index.has_compressor(home):
+            return pool_of(home)
+        return home
 
     def _work_arena(self, raw_arena: str) -> str:
         """The arena in which raw pages will be compressed: their own, if it has a compressor.
@@ -396,7 +424,7 @@ class Dispatch:
         equal, load_index = self.shared.computing(entry), self.cluster.load_index
         if equal is None or entry.whole is not None or not load_index.is_fresh(equal.worker):
             return False
-        if self._final_arena(entry, load_index.arena_of(equal.worker), now) is None:
+        if self._final_arena(entry, equal.placement.raw_arena, now) is None:
             return False
         entry.placement.prompt = entry.placement.prompt or self.placer.prompt(entry.request)
         self._start(entry, Choice(equal.worker, "equal_prompt"), now, equal)
@@ -407,7 +435,7 @@ class Dispatch:
         load_index = self.cluster.load_index
         return self.shared.wait_for(
             entry,
-            self._work_arena(load_index.arena_of(worker)),
+            self._work_arena(self._raw_arena(load_index.arena_of(worker))),
             load_index.queue_tokens(worker),
             self.cluster.latency.prefill_token_s.at(now),
             now,
@@ -496,7 +524,8 @@ class Dispatch:
             entry.placement.prompt,
             self._prefill_limit_tokens,
             lambda arena: (
-                self._final_arena(entry, arena, now) is not None and self._can_encode(entry, arena)
+                self._final_arena(entry, self._raw_arena(arena), now) is not None
+                and self._can_encode(entry, arena)
             ),
             now,
         )
@@ -532,11 +561,12 @@ class Dispatch:
         """
         address = choice.worker
         arena, queue = self.cluster.load_index.arena_of(address), self.cluster.requests.queue
+        raw_arena = equal.placement.raw_arena if equal else self._raw_arena(arena)
         reason, place = self._reason(entry, now), (len(queue), queue.older(entry.id))
         seen = self.reasons.looked_at("prefill")
-        entry.placement.raw_arena, entry.worker, entry.stage = arena, address, "prefill"
-        entry.placement.work_arena = self._work_arena(arena)
-        entry.placement.final_arena = self._final_arena(entry, arena, now) or ""
+        entry.placement.raw_arena, entry.worker, entry.stage = raw_arena, address, "prefill"
+        entry.placement.work_arena = self._work_arena(raw_arena)
+        entry.placement.final_arena = self._final_arena(entry, raw_arena, now) or ""
         if self._goes_in_parts(entry, arena, now):
             entry.placement.encoder = self.cluster.load_index.compressor(address, arena) or ""
         else:
@@ -547,7 +577,8 @@ class Dispatch:
             entry.placement.cached_tokens = self.placer.sent(entry.placement.prompt, arena)
         if equal is not None:
             entry.placement.cached_tokens = entry.placement.shared_tokens = entry.prompt_tokens
-        self.cluster.outbox.prefill(address, entry.request, entry.placement.encoder)
+        elsewhere = "" if raw_arena == arena else raw_arena
+        self.cluster.outbox.prefill(address, entry.request, entry.placement.encoder, elsewhere)
         self.cluster.requests.move(entry, State.PREFILLING, now)
         if entry.request.images and equal is None:
             self._encode_images(entry, now)
@@ -584,6 +615,8 @@ class Dispatch:
                 return None
 
         def fits(arena: str) -> bool:
+            if not can_write(work_arena, arena):
+                return False
             lines = lines_before_encoding(sizes, raw_arena, work_arena, arena)
             return self.cluster.ledger.fits(entry.id, lines) and self.growth.may_start(entry, arena)
 
@@ -607,6 +640,11 @@ class Dispatch:
             self._goes_in_parts(entry, arena, now) and load_index.compressor("", arena) is None
             for arena in load_index.prefill_arenas or [""]  # an arena without a name is not counted
         )
+
+
+def can_write(work_arena: str, final_arena: str) -> bool:
+    """Whether encoded pages can come from a compressor to an arena, or be fetched from there."""
+    return not are_peers(work_arena, final_arena) or can_access(work_arena, final_arena)
 
 
 def join_of(entry: Entry, now: float) -> Join:

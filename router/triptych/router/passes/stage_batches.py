@@ -132,7 +132,7 @@ class StaticBatchDispatch(Dispatch):
         if self._lacks_encoder(entry, now):
             return None, "no_compressor"
         arena = self.cluster.load_index.arena_of(self._batch_worker)
-        if self._final_arena(entry, arena, now) is None:
+        if self._final_arena(entry, self._raw_arena(arena), now) is None:
             return None, "no_bytes"
         return Choice(self._batch_worker, "its_batch"), ""
 

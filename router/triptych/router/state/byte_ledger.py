@@ -12,7 +12,7 @@ NO_LINES: Lines = {}
 
 
 def are_peers(arena: str, other: str) -> bool:
-    """Whether workers of one arena read and write pages of the other."""
+    """Whether two arenas are of one pool: then no page is fetched from one to the other."""
     return pool_of(arena) == pool_of(other)
 
 

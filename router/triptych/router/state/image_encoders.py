@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from triptych.router.state.byte_ledger import are_peers
 from triptych.router.state.load_index import LoadIndex
 from triptych.router.state.membership import Membership
 from triptych.router.state.request_table import Entry
@@ -32,13 +33,16 @@ class ImageEncoders:
     """Worker and pixels of each request whose images are being encoded."""
 
     def workers(self, arena: str | None = None) -> list[str]:
-        """Addresses of the workers that take requests, of one arena or of all."""
+        """Addresses of the workers that take requests, of all or of the pool of one arena.
+
+        Features are in host memory, which all workers of a pool read.
+        """
         return [
             peer.address
             for peer in self.membership
             if "encode" in peer.registration.stages
             and self.load_index.is_fresh(peer.address)
-            and arena in (None, peer.registration.arena)
+            and (arena is None or are_peers(arena, peer.registration.arena))
         ]
 
     def choose(self, digest: bytes, arena: str) -> tuple[str, str] | None:

@@ -22,8 +22,8 @@ class Outbox:
 
     _cancel: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     _single: list[Send] = field(default_factory=list[Send])
-    _prefill: dict[str, list[tuple[Request, str]]] = field(
-        default_factory=dict[str, list[tuple[Request, str]]]
+    _prefill: dict[str, list[tuple[Request, str, str]]] = field(
+        default_factory=dict[str, list[tuple[Request, str, str]]]
     )
     _expect: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     _compress: dict[str, list[CompressItem]] = field(default_factory=dict[str, list[CompressItem]])
@@ -37,9 +37,12 @@ class Outbox:
     def cancel(self, to: str, request: str) -> None:
         self._cancel.setdefault(to, []).append(request)
 
-    def prefill(self, to: str, request: Request, encoder: str = "") -> None:
-        """``encoder``: the compressor that receives its layers during prefill; empty: none."""
-        self._prefill.setdefault(to, []).append((request, encoder))
+    def prefill(self, to: str, request: Request, encoder: str = "", arena: str = "") -> None:
+        """``encoder``: the compressor that receives its layers during prefill; empty: none.
+
+        ``arena``: where its raw pages are stored; empty: at the worker's home.
+        """
+        self._prefill.setdefault(to, []).append((request, encoder, arena))
         if encoder:
             self._expect.setdefault(encoder, []).append(request.id)
 
@@ -74,9 +77,9 @@ class Outbox:
             yield Send(to, _prefill_of(prompts, to))
 
 
-def _prefill_of(prompts: list[tuple[Request, str]], reader: str) -> Prefill:
-    requests = tuple(request for request, _ in prompts)
-    encoders = tuple(encoder for _, encoder in prompts)
+def _prefill_of(prompts: list[tuple[Request, str, str]], reader: str) -> Prefill:
+    requests, encoders, arenas = zip(*prompts, strict=True)
+    given = arenas if any(arenas) else ()
     if not any(encoders):
-        return Prefill(requests=requests)
-    return Prefill(requests=requests, encoders=encoders, reader=reader)
+        return Prefill(requests=requests, arenas=given)
+    return Prefill(requests=requests, encoders=encoders, reader=reader, arenas=given)

@@ -49,9 +49,10 @@ def test_every_kernel_compiles_without_spills(
     assert all(row["spill_bytes"] <= row["spill_limit"] and row["registers"] for row in rows)
     if target == "sm_90":
         _check_passes(rows)
-    printed = capsys.readouterr().out
+    printed, lines = capsys.readouterr()
     assert "attend_sections" in printed
     assert ("FlashAttention 0.328" in " ".join(printed.split())) == (target == "sm_90")
+    assert f"{target}: {len(rows)} in " in lines
 
 
 def _check_passes(rows: list[dict[str, Any]]) -> None:

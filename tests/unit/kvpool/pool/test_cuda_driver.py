@@ -40,6 +40,17 @@ class Library:
             raise AttributeError(name)
         return call
 
+    def watch(self, name: str) -> list[tuple[Any, ...]]:
+        """Arguments of the calls of a function from now on."""
+        calls, do = list[tuple[Any, ...]](), getattr(self, name)
+
+        def call(*arguments: Any) -> int:
+            calls.append(arguments)
+            return do(*arguments)
+
+        self.__dict__[name] = call
+        return calls
+
     def do_cuDeviceGetCount(self, count: Any) -> None:
         count._obj.value = self.gpus
 
@@ -101,7 +112,6 @@ REFUSALS = {
     "another": (f"does not see GPU {TWO}, of 1 that it sees", "CUDA_VISIBLE_DEVICES"),
     "virtual memory": (f"GPU {ONE} has no virtual memory", "(attribute 102 is 0, expected 1): use"),
     "descriptors": (f"GPU {ONE} has no export of memory", "(attribute 103 is 0, expected 1): use"),
-    "mig": (f"GPU {ONE} cannot access GPU {TWO}", "turn MIG off (nvidia-smi -mig 0)"),
     "mig uuid": ("NVML does not list the processes of GPU", "turn MIG off (nvidia-smi -mig 0)"),
     "error": ("answers with an error (cuDeviceGetAttribute: CUDA error 999", "nvidia-smi"),
     "memory": ("no 1,048,576 bytes on GPU", "lower pool.kv_cache_memory_bytes"),
@@ -122,8 +132,6 @@ def test_each_refusal_says_why_and_what_to_do_and_the_pool_starts_in_host_memory
             library.gpus = 1
         case "virtual memory" | "descriptors":
             library.lacking = 102 if case == "virtual memory" else 103
-        case "mig":
-            library.has_peers = False
         case "mig uuid":
             library.errors["nvmlDeviceGetHandleByUUID"] = 2
         case "error":
@@ -150,6 +158,48 @@ def test_each_refusal_says_why_and_what_to_do_and_the_pool_starts_in_host_memory
     assert line.startswith("pool.arena=device: pages are in host memory, and each GPU keeps copies")
     for part in REFUSALS[case]:
         assert part in line
+
+
+def test_gpus_without_access_to_each_other_have_arenas_of_their_own(
+    library: Library, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory of a GPU is allocated for the first worker that stores there, and mapped for it."""
+    library.has_peers = False
+    driver = CudaDriver()
+    driver.granularity = 4096
+    assert driver.refusal([ONE, TWO]) == ""
+    config = PoolConfig(kv_cache_memory_bytes=1 << 20, prefix_bytes=0)
+    memory = DeviceMemory(driver, (ONE, TWO), 4096)
+    created, mapped = library.watch("cuMemCreate"), library.watch("cuMemMap")
+    server = PoolServer(config, 4096, directory=tmp_path, device_memory=memory)
+    with caplog.at_level(logging.WARNING), server:
+        assert len(created) == len(mapped) == 1  # the host's
+        with PoolClient(server.address, "prefill", directory=tmp_path, device=(driver, TWO)):
+            assert len(created) == 2
+            assert len(mapped) == 3
+        copies = PoolClient(
+            server.address, "decode", directory=tmp_path, device=(driver, ONE), keeps_copies=True
+        )
+        with copies as worker:
+            assert worker.home == server.arena
+            assert worker.capacity_pages == 257 + 2 * 256
+        assert len(created) == 2
+        library.errors["cuMemCreate"] = OUT_OF_MEMORY
+        with pytest.raises(PoolError, match=rf"no 1,048,576 bytes on GPU {ONE}.*lower pool"):
+            PoolClient(server.address, "compress", directory=tmp_path, device=(driver, ONE))
+        del library.errors["cuMemCreate"]
+    (line,) = [each for each in caplog.messages if "pool.arena=device" in each]
+    assert "raw pages stay on the GPU of their prefill worker" in line
+    assert f"because GPU {ONE} cannot access GPU {TWO}: turn MIG off (nvidia-smi -mig 0)" in line
+
+
+def test_parts_that_are_mapped_are_unmapped_one_by_one(library: Library) -> None:
+    driver, unmapped = CudaDriver(), library.watch("cuMemUnmap")
+    address = driver.map([(3, 4096), (None, 8192), (4, 4096)], ONE)
+    driver.unmap(address, 16384)
+    assert [(at.value, size.value) for at, size in unmapped] == [
+        (address, 4096), (address + 12288, 4096),
+    ]  # fmt: skip
 
 
 def test_an_error_of_the_driver_names_the_call(library: Library) -> None:

@@ -1,6 +1,7 @@
 """Pools with arenas on devices of a fake driver: real processes, real shared memory."""
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -221,10 +222,84 @@ def test_pages_of_devices_are_not_for_the_host(tmp_path: Path) -> None:
             PoolClient(server.address, "lost", directory=tmp_path, device=(driver, "gpu-7"))
 
 
-@pytest.mark.parametrize("why", ["apart", "nodes", "small"])
+def join_apart(
+    server: PoolServer, directory: Path, driver: FakeDriver, device: str, *, copies: bool = False
+) -> PoolClient:
+    name = f"{'copies' if copies else 'pages'} on {device}"
+    return PoolClient(
+        server.address, name, directory=directory, device=(driver, device), keeps_copies=copies
+    )
+
+
+def test_devices_apart_use_their_own_memory_and_that_of_the_host(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = FakeDriver(tmp_path, [DEVICES])
+    with (
+        caplog.at_level(logging.WARNING),
+        serve(tmp_path, driver) as server,
+        join_apart(server, tmp_path, driver, "gpu-0") as one,
+        join_apart(server, tmp_path, driver, "gpu-1") as other,
+        join_apart(server, tmp_path, driver, "gpu-1", copies=True) as decode,
+    ):
+        assert {pool_of(each.home) for each in (one, other, decode)} == {server.arena}
+        assert decode.home == server.arena
+        # The host's has room for all pages beside those of the cache.
+        assert arenas_of(one).shape.pages == (6 * STEP, 5 * STEP, 5 * STEP)
+        raw = one.allocate(2)
+        driver.array(arenas_of(one))[raw] = 7
+        (lease_ref,) = one.handoff([("r", raw)])
+        for stranger in (other, decode):
+            assert not stranger.has(one.home)
+            with pytest.raises(DeviceFault, match="not mapped"):
+                driver.check(arenas_of(stranger), raw.tolist())
+            with pytest.raises(StaleHandle, match="is not accessed from"):
+                stranger.attach([(lease_ref, raw)])
+            with pytest.raises(PoolError, match="is not accessed from"):
+                stranger.allocate(1, one.home)
+        (mine,) = one.attach([(lease_ref, raw)])
+        encoded = one.allocate(1, server.arena)
+        driver.array(arenas_of(one))[encoded] = 9
+        (lease_ref,) = one.handoff([("r", encoded)], releases=[mine.lease])
+        decode.attach([(lease_ref, encoded)])
+        assert arenas_of(decode).data[encoded, 5].tolist() == [9]
+        assert server.stat().by_request == {"r": 1}
+        assert server.check() == []
+    assert [line for line in caplog.messages if "because gpu-0 cannot access gpu-1" in line]
+
+
+def test_a_device_without_pages_has_no_arena(tmp_path: Path) -> None:
+    """Its memory is for the copies of decode; a worker that stores there gets one."""
+
+    class Counting(FakeDriver):
+        def __init__(self, directory: Path) -> None:
+            super().__init__(directory, [DEVICES])
+            self.created = list[str]()
+
+        def create(self, device: str, nbytes: int) -> int:
+            self.created.append(device)
+            return super().create(device, nbytes)
+
+    driver = Counting(tmp_path)
+    with serve(tmp_path, driver) as server:
+        with join_apart(server, tmp_path, driver, "gpu-1", copies=True):
+            assert driver.created == [""]
+        for _ in range(2):
+            with join_apart(server, tmp_path, driver, "gpu-0"):
+                assert driver.created == ["", "gpu-0"]
+
+
+def test_memory_of_another_device_is_not_mapped(tmp_path: Path) -> None:
+    driver = FakeDriver(tmp_path, [DEVICES])
+    mine = driver.create("gpu-0", STEP * PAGE_BYTES)
+    with pytest.raises(PoolError, match="gpu-1 cannot access memory of gpu-0"):
+        driver.map([(None, STEP * PAGE_BYTES), (mine, STEP * PAGE_BYTES)], "gpu-1")
+    os.close(mine)
+
+
+@pytest.mark.parametrize("why", ["nodes", "small"])
 def test_the_fallback_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture, why: str) -> None:
-    apart = [DEVICES] if why == "apart" else []
-    driver = FakeDriver(tmp_path, apart)  # type: ignore[arg-type]
+    driver = FakeDriver(tmp_path)
     pages = 1 if why == "small" else 5 * STEP
     config = PoolConfig(kv_cache_memory_bytes=pages * PAGE_BYTES, prefix_bytes=0)
     outside = ("127.0.0.1", Access("token")) if why == "nodes" else None
@@ -238,7 +313,6 @@ def test_the_fallback_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture,
             assert worker.arena.data.shape == (pages, PAGE_BYTES)
         assert len(server.stat().arenas) == 1
     sentence = {
-        "apart": "gpu-0 cannot access gpu-1",
         "nodes": "pages of several nodes are sent from host memory",
         "small": "raise pool.kv_cache_memory_bytes to at least",
     }[why]

@@ -1,7 +1,8 @@
 """Pages of the pool as kernels access them: in the arenas, or as copies in GPU memory.
 
-If the pool has arenas on GPUs, kernels use all of them in place. The rest is about pages in host
-memory. A CPU reads and writes the arena itself. On a GPU, prefill and compression access the arena
+If the pool has arenas on GPUs that access each other, kernels use all of them in place. Where these
+do not, so do prefill and compression, and decode has its pages in host memory. The rest is about
+those. A CPU reads and writes the arena itself. On a GPU, prefill and compression access the arena
 over the bus, since they touch a page once. Decode reads every page of a request at each step, so it
 keeps copies in GPU memory under the same page ids. It writes to both, so the arena always agrees
 with the checkpoint and a takeover worker can read it.
@@ -58,7 +59,8 @@ class DevicePages:
     def nearest(cls, arena: Arena, device: Device) -> "DevicePages":
         """Use copies in device memory if the device is not the host and has room for them."""
         memory = cls.in_place(arena, device)
-        if device.is_host or memory.on_devices:
+        arenas = memory.on_devices
+        if device.is_host or (arenas is not None and not arenas.stores_at_host):
             return memory
         wanted, free = arena.data.nbytes, device.free_bytes
         if wanted > NEAR_SHARE * free:
@@ -71,7 +73,8 @@ class DevicePages:
                 f"{free:,}",
             )
             return memory
-        return cls(device, memory.shared, torch.empty_like(memory.shared))
+        at_host = memory.shared[: len(arena.data)]
+        return cls(device, at_host, torch.empty_like(at_host), arenas)
 
     @property
     def is_copied(self) -> bool:

@@ -133,7 +133,8 @@ class PrefillEngine:
             return ()
         if not isinstance(message, Prefill):
             return None
-        for request, encoder in zip(message.requests, message.encoders or repeat(""), strict=False):
+        places = zip(message.encoders or repeat(""), message.arenas or repeat(""), strict=False)
+        for request, (encoder, arena) in zip(message.requests, places, strict=False):
             due = self._scheduler.due(request.known_tokens, request.slo.ttft_s)
             if not encoder and (equal := self._equal(request)) is not None:
                 equal.equal.append(request)
@@ -145,7 +146,7 @@ class PrefillEngine:
             layerwise = (
                 LayerwisePrefill(encoder, message.reader, layers_per_part) if encoder else None
             )
-            self._waiting.append(PendingRequest(request, due, layerwise=layerwise))
+            self._waiting.append(PendingRequest(request, due, layerwise=layerwise, arena=arena))
             if self._restores is not None and request.method in ("", *self.plan.by_method):
                 self._restores.start(request)
         return ()
@@ -261,6 +262,7 @@ class PrefillEngine:
             pending.equal,
             pending.due,
             NO_PAGES,
+            pending.arena,
             rounded=rounded,
             layerwise=pending.layerwise,
             features=self._images.read(pending.requests),
@@ -289,7 +291,7 @@ class PrefillEngine:
         """Allocate raw pages for some layers, and what is measured in them."""
         tokens, kv_heads = prompt.request.known_tokens, self.plan.geometry.kv_heads
         per_row = self.plan.raw.pages(tokens)
-        ids = self.pool.allocate(len(layers) * kv_heads * per_row)
+        ids = self.pool.allocate(len(layers) * kv_heads * per_row, prompt.arena)
         prompt.pages, prompt.layers = ids.reshape(len(layers), kv_heads, per_row), layers
         policy = prompt.plan.policy
         prompt.statistics = self._statistics.make(policy, layers, tokens, prompt.first_observed)
@@ -449,7 +451,7 @@ class PrefillEngine:
         """A copy of the raw pages of a prompt; None if its request is refused for want of pages."""
         pages = one.prompt.pages
         try:
-            ids = self.pool.allocate(pages.size)
+            ids = self.pool.allocate(pages.size, one.prompt.arena)
         except TriptychError as error:
             refused.append(refuse(one.request.id, error))
             return None

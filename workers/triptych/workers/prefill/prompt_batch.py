@@ -51,6 +51,8 @@ class Prompt:
     """When its prefill is due, on the token clock of ``ChunkScheduler``."""
     pages: NDArray[np.int32]
     """Raw pages, [layers, kv_heads, pages of a head row]: of all layers, or of one part."""
+    arena: str = ""
+    """Where they are; empty: at the worker's home."""
     layers: range = range(0)
     """The layers of these pages."""
     read: int = 0
@@ -132,6 +134,8 @@ class PendingRequest:
     """Requests with an equal prompt, for which it will be computed too."""
     layerwise: LayerwisePrefill | None = None
     """Set if it will be prefilled some layers at a time."""
+    arena: str = ""
+    """Where its raw pages are stored; empty: at the worker's home."""
 
     @property
     def requests(self) -> list[Request]:

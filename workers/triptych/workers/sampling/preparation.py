@@ -99,11 +99,16 @@ def _grammars(message: Message) -> Iterator[str]:
 def _parts(message: Message) -> list[Message]:
     """A batch of prompts with grammars as a message for each prompt."""
     match message:
-        case Prefill(requests=requests, encoders=encoders) if len(requests) > 1:
+        case Prefill(requests=requests, encoders=encoders, arenas=arenas) if len(requests) > 1:
             if not any(_grammars(message)):
                 return [message]
             return [
-                replace(message, requests=(one,), encoders=encoders[i : i + 1])
+                replace(
+                    message,
+                    requests=(one,),
+                    encoders=encoders[i : i + 1],
+                    arenas=arenas[i : i + 1],
+                )
                 for i, one in enumerate(requests)
             ]
         case _:

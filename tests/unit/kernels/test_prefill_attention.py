@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.moves import ALONE, LATENTS
 from triptych.kernels import Past, multiplies_bfloat, prefill_attention, significance_of
+from triptych.kernels.prefill.cpu_bfloat import STRIPE
 
 BACKENDS = [name for name in prefill_attention.backends if name != "cuda"]
 """Backends on the CPU; tests of the GPU backend are in ``gpu/``."""
@@ -137,6 +138,11 @@ def test_bfloat16_heads_of_any_size_with_windows_and_sinks(dim: int, window: int
     batch = ragged_batch(RAGGED, 6, 2, dim, torch.bfloat16)
     two_way = [False, False, False, window > 0, False]
     check("cpu", batch, 1e-2, sinks=torch.randn(6), two_way=two_way, window=window)
+
+
+@pytest.mark.parametrize("window", [0, 1500])
+def test_bfloat16_weights_of_many_keys_are_made_some_keys_at_a_time(window: int) -> None:
+    check("cpu", ragged_batch([2 * STRIPE + 40], 2, 1, 32, torch.bfloat16), 1e-2, window=window)
 
 
 @pytest.mark.parametrize("options", [{"window": 1}, {"window": 33}, {"softcap": 1.5}])

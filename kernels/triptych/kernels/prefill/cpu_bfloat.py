@@ -210,13 +210,13 @@ def _multiply_keys(job, query, head, begin, end, logits):
 @kernel
 def _add_values(job, weights, head, begin, end, mixed):
     """Add products of a block of weights with the values from ``begin`` to ``end``."""
-    wide, pitch = _wide(job[DIM], TILE), weights.shape[1]
+    wide = _wide(job[DIM], TILE)
     values = job[VALUE] + 2 * wide * _wide(job[KNOWN], TILE) * (head // job[GROUP])
     near, out = weights.ctypes.data, mixed.ctypes.data
     pairs, rows = (end - begin) // 2, values + 2 * wide * begin
     for channel in range(0, wide, TILE):
         columns, target = rows + 4 * channel, out + 4 * channel
-        multiply(near, 2 * pitch, columns, 4 * wide, pairs, target, 4 * wide, 1)
+        multiply(near, weights.strides[0], columns, 4 * wide, pairs, target, 4 * wide, 1)
 
 
 @kernel

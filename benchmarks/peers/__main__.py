@@ -99,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--workloads",
         default=WORKLOADS,
-        help="PROMPT/OUTPUT/CLIENTS, PROMPT/OUTPUT/RATEps or conversations",
+        help="PROMPT/OUTPUT/CLIENTS, PROMPT/OUTPUT/RATEps or conversations; with +cache the prefix"
+        " cache is on",
     )
     parser.add_argument("--random-set", type=int, metavar="SEED", help="random workloads instead")
     parser.add_argument("--busy", action="store_true", help="a busy loop beside every server")

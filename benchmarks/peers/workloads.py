@@ -12,7 +12,7 @@ from triptych.loadgen.workload.arrivals import arrivals_s
 from triptych.loadgen.workload.turns import Segment, Session, Turn
 
 CONVERSATIONS = "conversations"
-BUSY = "+busy"
+BUSY, CACHE = "+busy", "+cache"
 CLIENTS, TURNS, SHARED_TOKENS, MESSAGE_TOKENS = 8, 6, 1000, 64
 """Of the conversations: each message and each answer has as many tokens."""
 SET_SIZE = 4
@@ -36,6 +36,8 @@ class PeerWorkload:
     is_conversation: bool = False
     is_busy: bool = False
     """Another process takes a core."""
+    has_cache: bool = False
+    """The prefix cache is on, as it is by default, although no prompt repeats."""
 
     @property
     def context_tokens(self) -> int:
@@ -49,21 +51,24 @@ class PeerWorkload:
             port=port,
             clients=self.clients,
             context_tokens=self.context_tokens,
-            prefix_cache=self.is_conversation,
+            prefix_cache=self.is_conversation or self.has_cache,
         )
 
 
 def parse_workload(name: str) -> PeerWorkload:
     """Read ``PROMPT/OUTPUT/CLIENTS``, ``PROMPT/OUTPUT/RATEps`` or ``conversations``.
 
-    Behind each may stand ``+busy``.
+    Behind each may stand ``+cache``, ``+busy`` or both in this order.
 
     >>> parse_workload("512/64/4").clients, parse_workload("64/256/0.5ps+busy").rate_per_s
     (4, 0.5)
+    >>> parse_workload("3500/128/4+cache").needs(8000).prefix_cache
+    True
 
     Raises: ConfigError if it is none of these
     """
-    plain, is_busy = name.removesuffix(BUSY), name.endswith(BUSY)
+    free, is_busy = name.removesuffix(BUSY), name.endswith(BUSY)
+    plain, has_cache = free.removesuffix(CACHE), free.endswith(CACHE)
     if plain == CONVERSATIONS:
         return PeerWorkload(
             name=name,
@@ -81,6 +86,7 @@ def parse_workload(name: str) -> PeerWorkload:
             output_tokens=output,
             clients=clients,
             is_busy=is_busy,
+            has_cache=has_cache,
         )
     if found := re.fullmatch(r"(\d+)/(\d+)/([\d.]+)ps", plain):
         return PeerWorkload(
@@ -89,10 +95,12 @@ def parse_workload(name: str) -> PeerWorkload:
             output_tokens=int(found[2]),
             rate_per_s=float(found[3]),
             is_busy=is_busy,
+            has_cache=has_cache,
         )
     raise ConfigError(
         f"workload {name!r}: expected such as 512/64/4 (prompt, output, clients), "
-        f"512/64/0.5ps (requests per second), {CONVERSATIONS}, or one of them with {BUSY}"
+        f"512/64/0.5ps (requests per second), {CONVERSATIONS}, or one of them with {CACHE} or "
+        f"{BUSY}"
     )
 
 

@@ -64,6 +64,7 @@ APART = [
 ]
 
 
+@pytest.mark.conformance  # half a minute, and the case before has the same stages
 @pytest.mark.timeout(600)
 async def test_nor_where_devices_do_not_access_each_other(tmp_path: Path) -> None:
     """Raw pages are on the device of prefill and compressor. All points: ``--apart``."""

@@ -203,6 +203,7 @@ def test_levels_are_compared_at_equal_bytes(draw: Draw) -> None:
     assert families == set(FAMILIES)
 
 
+@pytest.mark.conformance  # half a minute
 @pytest.mark.slow
 def test_memory_of_scorers_is_measured_in_processes_of_their_own(draw: Draw) -> None:
     found = scorer_peaks(draw, 150, ("diffkv",))

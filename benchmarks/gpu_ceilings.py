@@ -1,7 +1,7 @@
-"""What a GPU and its bus can do at most, a row each, for ``benchmarks/gpu.py``.
+"""Peak rates of a GPU and its bus, beside those of kernels in ``benchmarks/gpu.py``.
 
-Rates of kernels mean something beside these: of device memory, of matrix products, and of host
-memory that kernels read and write in place, as stages do with pages in host memory.
+They are those of device memory, of matrix products, and of host memory that kernels read and write
+in place, as stages do with pages in host memory.
 """
 
 from collections.abc import Callable, Iterator

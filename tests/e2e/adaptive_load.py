@@ -16,7 +16,6 @@ are left.
 
 import argparse
 import json
-import os
 import random
 import socket
 import subprocess
@@ -33,9 +32,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
-from tests.e2e.conftest import Server, free_port, wait_for_health
+from tests.e2e.conftest import Server, start_command, wait_for_health
 from tests.tiny import save_tiny_qwen3
 from triptych.cli.output import console, make_table, write_json
 from triptych.core.profile import Fidelity, Profile
@@ -115,25 +113,16 @@ def _triptych() -> Path:
 
 @contextmanager
 def served(folder: Path, model: Path, profile: Path) -> Iterator[Server]:
-    port, log = free_port(), folder / "serve.log"
-    options = ["--port", str(port), "--kv-cache-memory-bytes", POOL]
+    options = ["--kv-cache-memory-bytes", POOL]
     for setting in (
         "compressor.adaptive=true",
         f"compressor.profile={profile}",
         "pool.extent_pages=16",
     ):
         options += ["--set", setting]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [_triptych(), "serve", str(model), *options],
-            cwd=folder,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"},
-        )
-    server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), log)
+    server, process = start_command(str(model), options, folder)
     try:
-        wait_for_health(server, process, log)
+        wait_for_health(server, process, server.log)
         yield server
     finally:
         process.terminate()

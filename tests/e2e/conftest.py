@@ -232,6 +232,29 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def start_command(
+    model: str, options: Sequence[str], folder: Path
+) -> "tuple[Server, subprocess.Popen[bytes]]":
+    """Start ``triptych serve MODEL`` in a folder, which gets its output in ``serve.log``."""
+    port, log = free_port(), folder / "serve.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [
+                Path(sys.executable).with_name("triptych"),
+                "serve",
+                model,
+                "--port",
+                str(port),
+                *options,
+            ],
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"},
+        )
+    return Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), log), process
+
+
 def wait_for_health(server: Server, process: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import openai
-import psutil
 import pytest
 import torch
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.e2e.conftest import Server, free_port, wait_for_health
+from tests.e2e.conftest import Server, free_port, start_command, wait_for_health
 from tests.tiny import byte_tokenizer
 
 SHARED = Path("/dev/shm")
@@ -81,21 +80,12 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory, port, others = tmp_path_factory.mktemp("own"), free_port(), pools()
+    directory, others = tmp_path_factory.mktemp("own"), pools()
     save(directory / NAME)
-    log = directory / "serve.log"
-    options = ["--port", str(port), "--api-key", "secret", "--kv-cache-memory-bytes", "256MiB"]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [Path(sys.executable).with_name("triptych"), "serve", NAME, *options],
-            cwd=directory,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"},
-        )
-    server = Server(f"http://127.0.0.1:{port}", psutil.Process(process.pid), log)
+    options = ["--api-key", "secret", "--kv-cache-memory-bytes", "256MiB"]
+    server, process = start_command(NAME, options, directory)
     try:
-        wait_for_health(server, process, log)
+        wait_for_health(server, process, server.log)
         yield Served(server, process, others)
     finally:
         process.kill()

@@ -84,6 +84,7 @@ class SharedCores:
         self._next_s = 0.0
         """Time (monotonic clock) at which a step that pauses begins at the latest."""
         self._is_lent = False
+        """Whether a chunk of a prompt may have the cores of decode."""
         self._kept_until_s = 0.0
         """Time (monotonic clock) until which decode does not lend its cores."""
         torch.set_num_threads(self._cores)
@@ -104,9 +105,10 @@ class SharedCores:
         """Wait for the turn and hold it during a step.
 
         A step that is not urgent lets prompts go first if it would have the same core, and pauses
-        if they wait. ``leaves_core``: the step is small, and leaves a core to other processes.
+        if they wait. ``leaves_core``: the step is small, and leaves a core to other processes; a
+        chunk of a prompt may have it too, if the step is not urgent.
         """
-        self._claim(is_lent=leaves_core and not is_urgent() and self._should_lend())
+        self._claim(is_lent=leaves_core and self._should_lend() and not is_urgent())
         while not is_urgent() and self._should_wait(leaves_core=leaves_core):
             time.sleep(POLL_S)
         fcntl.flock(self._next, fcntl.LOCK_EX)

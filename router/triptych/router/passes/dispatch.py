@@ -62,8 +62,10 @@ class Dispatch:
     """Room that this request takes, in tokens."""
     _successors: dict[str, Entry] = field(default_factory=dict[str, Entry])
     """Requests in prefill whose images are still to be sent to an encode worker."""
-    _finals: dict[str, str | None] = field(default_factory=dict[str, str | None])
-    """Arenas that ``_final_arena`` has found for the request that may start now."""
+    _finals: dict[tuple[str, str], str | None] = field(
+        default_factory=dict[tuple[str, str], str | None]
+    )
+    """What ``_final_arena`` has found, by request and arena, since a request was last looked at."""
 
     def __post_init__(self) -> None:
         self.reasons = DecisionLog(self.cluster)
@@ -603,9 +605,10 @@ class Dispatch:
 
     def _final_arena(self, entry: Entry, raw_arena: str, now: float) -> str | None:
         """Arena in which the pages for decode are booked before a decode worker is chosen."""
-        if raw_arena not in self._finals:
-            self._finals[raw_arena] = self._find_final_arena(entry, raw_arena, now)
-        return self._finals[raw_arena]
+        key = entry.id, raw_arena
+        if key not in self._finals:
+            self._finals[key] = self._find_final_arena(entry, raw_arena, now)
+        return self._finals[key]
 
     def _find_final_arena(self, entry: Entry, raw_arena: str, now: float) -> str | None:
         work_arena, sizes = self._work_arena(raw_arena), entry.whole or entry.sizes

@@ -73,8 +73,8 @@ class PartTable:
         """Of the number of parts, which their words follow."""
         return self._words.ctypes.data
 
-    def fits(self, parts: Sequence[PromptPart]) -> bool:
-        return len(parts) <= self._most
+    def holds(self, parts: int) -> bool:
+        return parts <= self._most
 
     def write(self, parts: Sequence[PromptPart]) -> None:
         """The words are valid as long as the pages and sums of the parts are."""

@@ -103,12 +103,12 @@ def test_cores_are_divided_while_prompts_and_answers_are_computed(tmp_path: Path
     threads = list[int]()
     with prompts.step(lambda: True):
         threads.append(torch.get_num_threads())
-    decode.set_working(has_more=True)
+    decode.set_working(has_more=True, has_prompts=False)
     with prompts.step(lambda: True):
         threads.append(torch.get_num_threads())
         with decode.step(lambda: False):  # it does not wait: it has a core of its own
             threads.append(torch.get_num_threads())
-    decode.set_working(has_more=False)
+    decode.set_working(has_more=False, has_prompts=False)
     with prompts.step(lambda: True):
         threads.append(torch.get_num_threads())
     assert threads == [3, 2, 1, 3]
@@ -120,7 +120,7 @@ def test_a_large_decode_step_pauses_while_prompts_wait(
 ) -> None:
     prompts = SharedCores(tmp_path, cores=2)
     decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
-    prompts.set_working(has_more=case != "none wait")
+    prompts.set_working(has_more=False, has_prompts=case != "none wait")
     pauses = list[float]()
     monkeypatch.setattr("triptych.workers.core_scheduler.time.sleep", pauses.append)
     with decode.step(lambda: False):
@@ -185,7 +185,7 @@ from pathlib import Path
 from triptych.workers.core_scheduler import SharedCores
 
 turns = SharedCores(Path(sys.argv[1]), cores=1)
-turns.set_working(True)
+turns.set_working(has_more=True, has_prompts=True)
 print("reads", flush=True)
 time.sleep(600)
 """
@@ -214,14 +214,14 @@ def test_who_can_wait_lets_others_read_and_goes_on_if_the_reader_dies(tmp_path: 
 def test_decode_lends_its_core_to_a_chunk_and_keeps_it_after(tmp_path: Path, case: str) -> None:
     prompts = SharedCores(tmp_path, cores=2)
     decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
-    prompts.set_working(has_more=case != "none wait")
+    prompts.set_working(has_more=False, has_prompts=case != "none wait")
     chunks, answers = list[int](), list[int]()
 
     def answer() -> None:
         for _ in range(2):
             with decode.step(lambda: case == "late", leaves_core=case != "many requests"):
                 answers.append(torch.get_num_threads())
-            decode.set_working(has_more=True)
+            decode.set_working(has_more=True, has_prompts=False)
 
     def chunk(wait_s: float) -> None:
         with prompts.step(lambda: True):

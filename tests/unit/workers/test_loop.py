@@ -28,7 +28,7 @@ class BusyCores:
         self.turns += 1
         yield
 
-    def set_working(self, has_more: bool) -> None:
+    def set_working(self, *, has_more: bool, has_prompts: bool) -> None:
         pass
 
 

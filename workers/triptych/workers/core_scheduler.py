@@ -50,7 +50,7 @@ class DedicatedCores:
     def step(self, _is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
         yield
 
-    def set_working(self, has_more: bool) -> None:
+    def set_working(self, *, has_more: bool, has_prompts: bool) -> None:
         """Do nothing: the cores are this worker's own."""
 
 
@@ -61,8 +61,8 @@ class SharedCores:
     next, so a worker that has just ended a step cannot take the next one before a worker that
     waits. The kernel releases the locks of a process that dies. The file of ``turn`` holds the
     thread team that the workers of the part share; only the holder reads and writes it. Workers
-    with work share the lock of ``working``, and those of prompts that have more of it after a step
-    that of ``queue``; a step with cores of both parts holds ``both``.
+    with work share the lock of ``working``, and those that have prompts after a step that of
+    ``queue``; a step with cores of both parts holds ``both``.
     """
 
     def __init__(
@@ -89,13 +89,16 @@ class SharedCores:
         """Time (monotonic clock) until which decode does not lend its cores."""
         torch.set_num_threads(self._cores)
 
-    def set_working(self, has_more: bool) -> None:
-        """Set whether this worker has more to do: its part of the cores is its own while it has."""
-        wanted = fcntl.LOCK_SH if has_more else fcntl.LOCK_UN
+    def set_working(self, *, has_more: bool, has_prompts: bool) -> None:
+        """Set whether this worker has more to do: its part of the cores is its own while it has.
+
+        ``has_prompts``: prompts are here, even if they wait for another worker of this part, as
+        those that are prefilled some layers at a time do for their compressor.
+        """
         if not self._is_lent:
-            fcntl.flock(self._working, wanted)
+            fcntl.flock(self._working, _shared_if(has_more))
         if not self._is_decode_only:
-            fcntl.flock(self._queue, wanted)
+            fcntl.flock(self._queue, _shared_if(has_prompts))
 
     def _other_part_works(self) -> bool:
         return _is_held(self._others_work)
@@ -201,6 +204,11 @@ class SharedCores:
             enlarge_at_s=enlarge_at_s,
             rest_s=rest_s,
         )
+
+
+def _shared_if(is_held: bool) -> int:
+    """The operation that takes a lock, shared with others, or releases it."""
+    return fcntl.LOCK_SH if is_held else fcntl.LOCK_UN
 
 
 def _is_held(lock: int) -> bool:

@@ -162,7 +162,8 @@ class StageLoop:
         except PoolError as error:  # the pool is lost, and all pages with it
             logger.warning("%s: the compute loop ends: %s", self.name, error)
         finally:
-            self._cores.set_working(has_more=False)  # others need not leave cores any more
+            # Others need not leave cores any more.
+            self._cores.set_working(has_more=False, has_prompts=False)
             self._engines = ()  # frees their GPU memory for the next engines
 
     def _serve(self) -> None:
@@ -204,7 +205,10 @@ class StageLoop:
                 self._send(self._guarded(engine, engine.step))
                 if not engine.is_late() or time.monotonic() > until:
                     break
-        self._cores.set_working(any(one.has_work() for one in self._engines))
+        self._cores.set_working(
+            has_more=any(one.has_work() for one in self._engines),
+            has_prompts=any(one.requests() for one in self._engines if one.stage != "decode"),
+        )
         self._waits_since[engine.stage] = time.monotonic()
         if not engine.has_work():
             del self._waits_since[engine.stage]

@@ -84,6 +84,33 @@ def test_an_output_does_not_depend_on_where_chunks_begin(tmp_path: Path, steps: 
 
 
 @pytest.mark.skipif(not multiplies_bfloat(), reason="no products of bfloat16")
+@pytest.mark.parametrize("family", ["Llama", "Mistral, window", "Qwen3, norms of heads"])
+def test_layers_in_parts_have_the_bits_of_chunks(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of more than a step, one layer at a time, beside those of a step."""
+    path, prompts = save(family, tmp_path), [prompt(count) for count in PROMPTS]
+    parts, through = list[int](), PromptPrograms.through
+
+    def spied(self: PromptPrograms, *given: Any) -> Any:
+        after = through(self, *given)
+        assert after is not None
+        parts.append(len(after))
+        return after
+
+    monkeypatch.setattr(PromptPrograms, "through", spied)
+    pool: dict[str, object] = {"kv_cache_memory_bytes": 16 << 20, "prefix_bytes": 0}
+    step: dict[str, object] = {"max_num_batched_tokens": 80}
+    whole, in_parts = (
+        answers(path, prompts, pool=pool, prefill=step, experimental={"layers_at_once": layers})
+        for layers in (0, 1)
+    )
+    assert 96 in parts  # not the last layer
+    assert 1 in parts  # the last one, of which one token is needed
+    check_same(in_parts, whole)
+
+
+@pytest.mark.skipif(not multiplies_bfloat(), reason="no products of bfloat16")
 def test_methods_that_measure_queries_run_op_by_op(tmp_path: Path, steps: list[bool]) -> None:
     method: dict[str, object] = {"policy": "expected_attention", "kv_rotation": "hadamard"}
     found = answers(save("Llama", tmp_path), [prompt(40)], compressor=method)

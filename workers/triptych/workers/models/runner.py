@@ -151,6 +151,16 @@ class ModelRunner:
         with torch.inference_mode():
             return self._plain.run(layers, tokens, positions, given)
 
+    def apply(
+        self,
+        layers: Callable[[Tensor, Tensor, Tensor], Tensor],
+        hidden: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        """As ``FusedModel.apply``."""
+        with torch.inference_mode():
+            return self._plain.apply(layers, hidden, positions)
+
     def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """The residual stream before the first layer; plain layers only, as the next two.
 

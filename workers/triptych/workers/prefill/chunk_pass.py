@@ -79,14 +79,21 @@ class ChunkPass:
         given: FeatureRows | None,
     ) -> Tensor:
         """Logits of the prompt if these are its last layers, else none."""
-        hidden = layerwise.hidden
+        hidden, chunk = layerwise.hidden, chunks[0]
         if hidden is None:
             hidden = runner.embed(tokens, given)
-        layers = chunks[0].layers
-        layerwise.hidden = runner.through(layers, hidden, rotary, self._attention(chunks))
-        layerwise.next_layer = layers.stop
-        last = layerwise.hidden[logits_at]
-        return runner.logits(last) if len(last) else last
+        after = None
+        if self._programs is not None:
+            after = self._programs.through(runner, chunk, hidden, rotary)
+        if after is None:
+            after = runner.through(chunk.layers, hidden, rotary, self._attention(chunks))
+            after = after[logits_at] if chunk.has_last_layer else after
+        layerwise.next_layer = chunk.layers.stop
+        if chunk.has_last_layer:
+            layerwise.hidden = None
+            return runner.logits(after)
+        layerwise.hidden = after
+        return after[:0]
 
     def _attention(self, chunks: list[PrefillChunk]) -> ChunkAttention:
         positions = np.concatenate([chunk.positions for chunk in chunks])

@@ -1,4 +1,4 @@
-"""Prefill steps as programs on a CPU: all layers are one call of compiled code.
+"""Prefill steps as programs on a CPU: the layers of a step are one call of compiled code.
 
 As in decode, a program always reads and writes the same memory, and its bits are those of a step
 that is run op by op. New keys and values are rounded and stored first; attention reads them, and
@@ -7,6 +7,7 @@ those of earlier chunks, in the raw pages.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,12 +31,13 @@ from triptych.workers.models.vision.feature_rows import FeatureRows
 from triptych.workers.prefill.prompt_batch import PrefillChunk
 
 MOST_PROGRAMS = 16
-"""Programs that are kept, of 0.2 MB each; making one takes some milliseconds."""
+"""Programs of all layers that are kept, or as many layers in programs of some of them; one of all
+has 0.2 MB, and making it takes some milliseconds."""
 MOST_PARTS = 64
 """Prompts, or parts of them, in a step that is a program."""
 
-Key = tuple[int, PageLayout]
-"""Of a program: tokens of a step, and the layout to whose numbers some of them are rounded."""
+Key = tuple[range, int, PageLayout]
+"""Of a program: layers, tokens, and the layout to whose numbers some of them are rounded."""
 
 
 class PromptPrograms:
@@ -77,30 +79,79 @@ class PromptPrograms:
         given: FeatureRows | None,
     ) -> Tensor | None:
         """As ``Runner.forward``; None: the step must be run op by op."""
-        layouts = {chunk.prompt.plan.rounding for chunk in chunks if len(chunk.prompt.rounded)}
         if not isinstance(runner, ModelRunner) or len(tokens) > self._most_tokens:
             return None  # profiled, or a long block of an image
-        parts = _parts(chunks)
-        if parts is None or len(layouts) > 1 or not self._parts.fits(parts):
+        if not self._fits(chunks):
             return None
-        self._parts.write(parts)
-        program = self._program(len(tokens), layouts.pop() if layouts else self._raw)
+        program = self._written(chunks)
         return runner.run(partial(program.of_rows, logits_at), tokens, positions, given)
 
-    def _program(self, tokens: int, rounding: PageLayout) -> LayerProgram:
+    def through(
+        self, runner: Runner, chunk: PrefillChunk, hidden: Tensor, positions: Tensor
+    ) -> Tensor | None:
+        """The residual stream of a prompt after some of its layers; None: as ``forward``.
+
+        Its tokens are computed as the chunks of a step are, so that they have the same bits. Of the
+        last layer only the tokens whose logits are needed are computed and returned.
+
+        Shapes:  hidden (T, E) float32, overwritten; positions (T,) or (3, T)
+            -> (T, E), or (N, E) if ``chunk`` has the last layer, float32
+        """
+        chunks = [
+            replace(chunk, start=start, tokens=min(self._most_tokens, chunk.end - start))
+            for start in range(chunk.start, chunk.end, self._most_tokens)
+        ]
+        if not isinstance(runner, ModelRunner) or not all(self._fits([one]) for one in chunks):
+            return None
+        return runner.apply(partial(self._in_turn, chunks), hidden, positions)
+
+    def _in_turn(
+        self, chunks: Sequence[PrefillChunk], hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Compute the chunks of one prompt after each other; as ``through``."""
+        lasts, first = list[Tensor](), chunks[0].start
+        for chunk in chunks:
+            rows = slice(chunk.start - first, chunk.end - first)
+            given, program = (hidden[rows], cos[rows], sin[rows]), self._written([chunk])
+            if chunk.has_last_layer:
+                lasts.append(
+                    program.of_rows(torch.tensor(chunk.logits_at, dtype=torch.int64), *given)
+                )
+            else:
+                hidden[rows] = program(*given)
+        return torch.cat(lasts) if lasts else hidden
+
+    def _fits(self, chunks: Sequence[PrefillChunk]) -> bool:
+        """Whether a program computes these chunks.
+
+        Not if some are measured in other ways, read both directions, or are rounded differently.
+        """
+        parts = [part for chunk in chunks for part in chunk.sequences()]
+        if any(part.statistics is not None or part.is_two_way for part in parts):
+            return False
+        return len(_layouts(chunks)) <= 1 and self._parts.holds(len(parts))
+
+    def _written(self, chunks: Sequence[PrefillChunk]) -> LayerProgram:
+        """The program of a step, which finds these chunks where it reads its parts."""
+        self._parts.write(_parts(chunks))
+        tokens = sum(chunk.tokens for chunk in chunks)
+        return self._program((chunks[0].layers, tokens, next(iter(_layouts(chunks)), self._raw)))
+
+    def _program(self, key: Key) -> LayerProgram:
         """The program of a step; of more than ``MOST_PROGRAMS`` the one used longest ago goes."""
-        key = tokens, rounding
         program = self._programs.pop(key, None)
         if program is None:
+            layers, tokens, rounding = key
             program = LayerProgram(
-                self._blocks,
-                self._centre,
+                self._blocks[layers.start : layers.stop],
+                self._centre[layers.start : layers.stop],
                 self._memory.sliced(tokens),
                 partial(self._attention, rounding),
-                ends_with_attention=True,
+                ends_with_attention=layers.stop == len(self._blocks),
             )
         self._programs[key] = program
-        if len(self._programs) > MOST_PROGRAMS:
+        most = MOST_PROGRAMS * len(self._blocks)
+        while sum(len(layers) for layers, *_ in self._programs) > most:
             self._programs.popitem(last=False)
         return program
 
@@ -125,14 +176,17 @@ class PromptPrograms:
         ]  # fmt: skip
 
 
-def _parts(chunks: Sequence[PrefillChunk]) -> list[PromptPart] | None:
-    """The parts of a step; None if some are measured in other ways, or read both directions."""
+def _parts(chunks: Sequence[PrefillChunk]) -> list[PromptPart]:
+    """The parts of a step."""
     parts, start = list[PromptPart](), 0
     for part in (part for chunk in chunks for part in chunk.sequences()):
         prompt = part.prompt
-        if part.statistics is not None or part.is_two_way or prompt.layerwise is not None:
-            return None
         sums = prompt.attention if part.is_observed else None
         parts.append(PromptPart(start, part.tokens, part.start, prompt.pages, prompt.rounded, sums))
         start += part.tokens
     return parts
+
+
+def _layouts(chunks: Sequence[PrefillChunk]) -> set[PageLayout]:
+    """The layouts to whose numbers tokens of a step are rounded."""
+    return {chunk.prompt.plan.rounding for chunk in chunks if len(chunk.prompt.rounded)}

@@ -126,7 +126,19 @@ class FusedModel:
         Shapes:  tokens (T,); positions (T,) or (3, T) -> (N, vocab) float32, of the N rows that
             ``layers`` return
         """
-        return self.logits(layers(self.embed(tokens, given), *self._rotation(positions)))
+        return self.logits(self.apply(layers, self.embed(tokens, given), positions))
+
+    def apply(
+        self,
+        layers: Callable[[Tensor, Tensor, Tensor], Tensor],
+        hidden: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        """What ``layers``, such as those of a ``LayerProgram``, make of the residual stream.
+
+        Shapes:  hidden (T, E) float32; positions (T,) or (3, T) -> as ``layers`` return it
+        """
+        return layers(hidden, *self._rotation(positions))
 
     def embed(self, tokens: Tensor, given: FeatureRows | None = None) -> Tensor:
         """Input of the first layer.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from threading import Event
 
+import pytest
 from numba.core.compiler_lock import global_compiler_lock
 
 from triptych.core.messages import Compress, Message, Send, Stage
@@ -20,6 +21,7 @@ class BusyCores:
 
     def __init__(self, others_s: float) -> None:
         self.others_s, self.turns = others_s, 0
+        self.has_prompts = list[bool]()
 
     @contextmanager
     def step(self, is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
@@ -29,7 +31,7 @@ class BusyCores:
         yield
 
     def set_working(self, *, has_more: bool, has_prompts: bool) -> None:
-        pass
+        self.has_prompts.append(has_prompts)
 
 
 class Recorder:
@@ -38,7 +40,7 @@ class Recorder:
     def __init__(self, stage: Stage, steps: int, *, is_late: bool) -> None:
         self.stage, self.left, self._is_late = stage, 0, is_late
         self._steps, self.steps, self.done = steps, 0, Event()
-        self.heard = 0
+        self.heard, self.held = 0, list[str]()
         self.on_message: Callable[[Message], None] = lambda _: None
 
     def accept(self, message: Message) -> Iterable[Send]:
@@ -68,10 +70,10 @@ class Recorder:
         return ()
 
     def requests(self) -> list[str]:
-        return []
+        return self.held
 
     def cancel(self, requests: Sequence[str]) -> None:
-        self.left = 0
+        self.left, self.held = 0, []
 
     def abandon(self) -> None:
         self.left = 0
@@ -120,6 +122,20 @@ def test_what_came_is_heard_before_the_step_of_the_same_turn() -> None:
     loop.stop()
     assert engine.heard == 20
     assert cores.turns <= 6
+
+
+@pytest.mark.parametrize("stage", ["prefill", "compress", "decode"])
+def test_prompts_without_work_still_count_as_waiting(stage: Stage) -> None:
+    """One waits for its compressor: decode does as it does while prompts have work."""
+    engine, cores = Recorder(stage, steps=1, is_late=False), BusyCores(0.0)
+    engine.held = ["waits"]
+    loop = run(engine, cores)
+    loop.post(Compress(items=()))
+    assert engine.done.wait(10)
+    loop.stop()
+    waits = cores.has_prompts[0]
+    assert waits is (stage != "decode")
+    assert not cores.has_prompts[-1]
 
 
 class Compiling(Recorder):

@@ -11,6 +11,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "llama": llama.SERVERS,
     "vllm": vllm.SERVERS,
     "transformers": hf_transformers.SERVERS,
+    "fp16-pages": (triptych_server.FP16_PAGES,),
 }
 
 

@@ -46,7 +46,6 @@ from triptych.router.models.overcommit import Overcommit
 from triptych.router.passes.autoscaling import Demand, Scaling
 from triptych.router.passes.cache_borrowing import CacheBorrowing
 from triptych.router.passes.completion import RequestCompletion
-from triptych.router.passes.decision_log import DecisionLog
 from triptych.router.passes.dispatch import Dispatch
 from triptych.router.passes.draining import Draining
 from triptych.router.passes.growth import Growth
@@ -62,6 +61,7 @@ from triptych.router.policies.batch_gates import Schedule
 from triptych.router.policies.prefix_map import PrefixMap
 from triptych.router.snapshot import Explanation, HeldBy, Memory, RouterSnapshot
 from triptych.router.state.cluster_state import ClusterState
+from triptych.router.state.decision_log import DecisionLog
 from triptych.router.state.history import RequestTrace
 from triptych.router.state.request_table import Entry, Requests, State
 from triptych.router.state.shared_prompts import SharedPrompts

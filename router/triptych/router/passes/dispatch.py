@@ -6,7 +6,6 @@ from triptych.core.config import RouterConfig
 from triptych.core.handles import can_access, is_apart, pool_of
 from triptych.core.messages import CompressItem, EncodeImages, Join, Prefix, Resume, pack_tokens
 from triptych.router.models.memory_estimate import RequestBytes
-from triptych.router.passes.decision_log import DecisionLog
 from triptych.router.passes.growth import Growth
 from triptych.router.passes.placement_view import Placer
 from triptych.router.policies.batch_gates import Schedule
@@ -19,6 +18,7 @@ from triptych.router.state.byte_ledger import (
     lines_before_encoding,
 )
 from triptych.router.state.cluster_state import ClusterState
+from triptych.router.state.decision_log import DecisionLog
 from triptych.router.state.request_table import Entry, PromptWait, State
 from triptych.router.state.shared_prompts import SharedPrompts
 

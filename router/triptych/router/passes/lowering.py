@@ -6,10 +6,10 @@ from math import inf
 
 from triptych.core.messages import Lower, Lowered
 from triptych.router.models.booking import BookingModel
-from triptych.router.passes.decision_log import DecisionLog
 from triptych.router.passes.migration import can_move
 from triptych.router.state.byte_ledger import lines_after_encoding
 from triptych.router.state.cluster_state import ClusterState
+from triptych.router.state.decision_log import DecisionLog
 from triptych.router.state.request_table import Entry, State
 
 LOOK_AGAIN_S = 0.02

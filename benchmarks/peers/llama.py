@@ -46,10 +46,12 @@ def bfloat16() -> Path:
     return bfloat16_gguf(program("llama-quantize"))
 
 
-def command(weights: Callable[[], Path]) -> Callable[[ServerNeeds], list[str]]:
+def command(weights: Callable[[], Path], *options: str) -> Callable[[ServerNeeds], list[str]]:
+    """``options``: more of them, for these weights."""
+
     def start(needs: ServerNeeds) -> list[str]:
         slot_tokens = -(-needs.context_tokens // CONTEXT_STEP) * CONTEXT_STEP
-        options = {
+        numbers = {
             "-c": needs.clients * slot_tokens,
             "-np": needs.clients,
             "-t": THREADS,
@@ -58,19 +60,24 @@ def command(weights: Callable[[], Path]) -> Callable[[ServerNeeds], list[str]]:
         return [
             *(program("llama-server"), "-m", str(weights())),
             *("--host", "127.0.0.1", "--port", str(needs.port)),
-            *(str(part) for pair in options.items() for part in pair),
+            *(str(part) for pair in numbers.items() for part in pair),
             "--cache-prompt" if needs.prefix_cache else "--no-cache-prompt",
+            *options,
         ]
 
     return start
 
 
-def server(name: str, weights: Callable[[], Path]) -> Peer:
+def server(name: str, weights: Callable[[], Path], *options: str) -> Peer:
     def prepare() -> None:
         ENVIRONMENT.make()
         weights()
 
-    return Peer(name=name, prepare=prepare, command=command(weights))
+    return Peer(name=name, prepare=prepare, command=command(weights, *options))
 
 
-SERVERS = (server("llama-bf16", bfloat16), server("llama-q4_1", four_bit_gguf))
+# Repacked for tiles of AMX, products of these weights end the process (SIGILL, version 11434).
+SERVERS = (
+    server("llama-bf16", bfloat16),
+    server("llama-q4_1", four_bit_gguf, "--no-repack"),
+)

@@ -35,8 +35,10 @@ PAIRS = (
     *((old, new) for old in LATENTS for new in LATENTS),
     *((old, UNTRACKED) for old in ("fp16", "k8v4")),
     (UNTRACKED, "k8v4"),
+    ("k8v4", "k4v2c"),
 )
-"""Formats of moves: all pairs of usual ones, into and out of each other one, and of latents."""
+"""Formats of moves: all pairs of usual ones, into and out of each other one, of latents, and
+those of the default."""
 
 
 @dataclass(frozen=True)

@@ -424,6 +424,29 @@ def test_limited_vectors_by_hand() -> None:
     assert torch.equal(limit(vector, 0), vector)
 
 
+@pytest.mark.parametrize("source", ["fp16", "k8v4"])
+@pytest.mark.parametrize("name", ["k4v2c", "k2v2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_magnitudes_are_limited_one_by_one(
+    backend: str, head_dim: int, name: str, source: str
+) -> None:
+    """Of integers many are as large as the one that limits them, with either sign."""
+    torch.manual_seed(3)
+    old, new = layout_of(source, head_dim, "token"), layout_of(name, head_dim, "token")
+    _, pages, rows = scattered(old, 0)
+    _, new_pages, new_rows = scattered(new, 40)
+    arena = torch.zeros(80, old.page_bytes, dtype=torch.uint8)
+    vectors = (2 * torch.randn(TOKENS, HEADS, head_dim)).round()
+    positions = torch.arange(TOKENS).int()
+    store_tokens.on("reference")(arena, old, vectors, vectors, pages, rows, positions)
+    want = arena.clone()
+    places = pages.flatten(), rows.flatten(), new_pages.flatten(), new_rows.flatten()
+    transcode.on("reference")(want, old, new, *places)
+    transcode.on(backend)(arena, old, new, *places)
+    assert torch.equal(arena, want)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_limited_values_of_two_bits_lose_a_quarter_less(head_dim: int) -> None:
     """Few numbers of a rotated vector are large, and they set the step of all others."""

@@ -42,7 +42,7 @@ PRUNED = ("snapkv", "h2o", "mean_attention", "pyramidkv", "streaming_llm", "knor
 """Baselines, in 16 bits."""
 FRONTIER = (
     "default",
-    "default+low_format=k4v2c",
+    "default+low_format=k4v2",
     "uniform:k8v4",
     "uniform:k4v2",
     "uniform:k4v2c",

@@ -47,12 +47,13 @@ AXES: dict[str, dict[str, str]] = {
     },
     "pruning": {f"{low:g}": f"{DEFAULT}+alpha_low={low:g}" for low in (0, 0.02, 0.1, 0.5, 1)},
     "low_format": {
-        form.upper(): f"{DEFAULT}+low_format={form}" for form in ("k4v4", "k4v2", "k2v4", "k4v1")
+        form.upper(): f"{DEFAULT}+low_format={form}"
+        for form in ("k4v4", "k4v2c", "k4v2", "k2v4", "k4v1")
     },
     "levels": {
-        "K8V4, K4V2": DEFAULT,
+        "K8V4, K4V2C": DEFAULT,
         "FP16, K8V4": f"{DEFAULT}+high_format=fp16+low_format=k8v4",
-        "FP16, K4V2": f"{DEFAULT}+high_format=fp16",
+        "FP16, K4V2C": f"{DEFAULT}+high_format=fp16",
         "K8V8, K4V4": f"{DEFAULT}+high_format=k8v8+low_format=k4v4",
     },
     "combination": {

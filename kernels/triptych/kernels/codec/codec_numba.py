@@ -154,10 +154,11 @@ def _table(words):
 @kernel
 def _quantize(address, kind, part, page, row, codes):
     """Encode a vector that fits in registers; False, and nothing is done, for others."""
-    if part.kind != RANGE or part.groups != 1 or part.limited or part.bits == 16:
+    if part.kind != RANGE or part.groups != 1 or part.bits == 16:
         return False
     metadata, top = page + part.metadata + 4 * row, np.float32((1 << part.bits) - 1)
-    if not quantize_whole(address, kind, codes.ctypes.data, metadata, len(codes), top):
+    to, dim, limited = codes.ctypes.data, len(codes), part.limited
+    if not quantize_whole(address, kind, to, metadata, dim, top, limited):
         return False
     pack(codes, part, page + part.codes + row * part.token_stride)
     return True
@@ -165,10 +166,14 @@ def _quantize(address, kind, part, page, row, codes):
 
 @kernel
 def _recode(conversion, source, old, old_row, target, new, new_row, codes, numbers):
-    """``recode``, in registers where the source has 16 bits."""
+    """``recode``, in registers where the source has 16 bits or numbers are limited."""
     if conversion == REQUANTIZE and source.bits == 16:
         address = old + source.codes + old_row * source.token_stride
         if _quantize(address, HALF, target, new, new_row, codes):
+            return
+    elif conversion == REQUANTIZE and target.limited:
+        decode(source, old, old_row, codes, numbers)
+        if _quantize(numbers.ctypes.data, FLOAT, target, new, new_row, codes):
             return
     recode(conversion, source, old, old_row, target, new, new_row, codes, numbers)
 

@@ -8,7 +8,7 @@ from numba.extending import intrinsic
 
 from triptych.kernels.codec.vectors import FP16_MAX
 from triptych.kernels.codegen.numba_runtime import LANES, kernel
-from triptych.kernels.codegen.simd import FLOAT, HALF, I8, I32, POINTER, Emitter, vector
+from triptych.kernels.codegen.simd import FLOAT, HALF, I8, I32, I64, POINTER, Emitter, vector
 from triptych.kernels.floats import load_vectors
 
 WIDE = vector(FLOAT, LANES)
@@ -39,19 +39,21 @@ def halve_whole(source, kind, target, dim):
 
 
 @kernel
-def quantize_whole(source, kind, codes, metadata, dim, top):
+def quantize_whole(source, kind, codes, metadata, dim, top, limited):
     """Quantize the vector at an address to a byte of ``codes`` for each number, 0 to ``top``, and
     write scale and zero to ``metadata``; see ``round_whole``. The bits are those of ``quantize``.
+
+    ``limited``: how many of the largest magnitudes become the next one before.
     """
     if dim == 64:
-        return _quantize_whole(source, kind, codes, metadata, 64, top)
+        return _quantize_whole(source, kind, codes, metadata, 64, top, limited)
     if dim == 128:
-        return _quantize_whole(source, kind, codes, metadata, 128, top)
+        return _quantize_whole(source, kind, codes, metadata, 128, top, limited)
     return False
 
 
 @intrinsic(prefer_literal=True)
-def _quantize_whole(typing_context, source, kind, codes, metadata, dim, top):
+def _quantize_whole(typing_context, source, kind, codes, metadata, dim, top, limited):
     count = dim.literal_value // LANES
 
     def emit(context, builder, signature, arguments):
@@ -60,8 +62,13 @@ def _quantize_whole(typing_context, source, kind, codes, metadata, dim, top):
         numbers = load_vectors(emitter, source, arguments[1], count)
         has_nan = _has_nan(emitter, numbers)
         with builder.if_then(builder.not_(has_nan)):
-            limited = [_limit(emitter, part) for part in numbers]
-            scale, zero, found = _codes(emitter, limited, arguments[5])
+            slots = [emitter.variable(part) for part in numbers]
+            with builder.if_then(builder.icmp_signed(">", arguments[6], I64(0))):
+                below = _below_largest(emitter, numbers, arguments[6])
+                for slot, part in zip(slots, below, strict=True):
+                    builder.store(part, slot)
+            inside = [_limit(emitter, builder.load(slot, typ=WIDE)) for slot in slots]
+            scale, zero, found = _codes(emitter, inside, arguments[5])
             for index, number in enumerate((scale, zero)):
                 half = builder.fptrunc(number, HALF)
                 emitter.store(half, emitter.byte(metadata, 2 * index))
@@ -72,7 +79,7 @@ def _quantize_whole(typing_context, source, kind, codes, metadata, dim, top):
         return builder.not_(has_nan)
 
     word = types.int64
-    return types.boolean(word, word, word, word, dim, types.float32), emit
+    return types.boolean(word, word, word, word, dim, types.float32, word), emit
 
 
 @kernel
@@ -181,6 +188,54 @@ def _limit(emitter, numbers):
     """Limit numbers to the range of float16."""
     most = emitter.constant(float(FP16_MAX), numbers)
     return emitter.minimum(emitter.maximum(numbers, emitter.build.fneg(most)), most)
+
+
+def _below_largest(emitter, numbers, count):
+    """Vectors whose ``count`` largest magnitudes become the next one; without NaN."""
+    build, words = emitter.build, vector(I32, LANES)
+    rest = ir.Constant(words, [0x7FFFFFFF] * LANES)
+    sizes = [build.and_(build.bitcast(part, words), rest) for part in numbers]
+    most = emitter.splat(_largest_after(emitter, sizes, count), LANES)
+    positive = build.bitcast(most, WIDE)
+    negative, zeros = build.fneg(positive), emitter.constant(0.0, positive)
+    found = []
+    for part, size in zip(numbers, sizes, strict=True):
+        signed = build.select(build.fcmp_ordered(">", part, zeros), positive, negative)
+        found.append(build.select(build.icmp_signed(">", size, most), signed, part))
+    return found
+
+
+def _largest_after(emitter, sizes, count):
+    """The largest word after ``count`` of those in some vectors; magnitudes have the order of their
+    bits, and a maximum of words takes a quarter of the time of one of floats.
+
+    Lanes are sorted across the vectors, so that the largest word left is in the first one. Each
+    step finds it, and takes it out of all lanes that begin with it.
+    """
+    build, rows = emitter.build, list(sizes)
+    words, mask = rows[0].type, ir.IntType(LANES)
+    for end in range(len(rows) - 1, 0, -1):
+        for at in range(end):
+            pair = rows[at], rows[at + 1]
+            above = build.icmp_signed(">", *pair)
+            rows[at] = build.select(above, *pair)
+            rows[at + 1] = build.select(above, *reversed(pair))
+    slots = [emitter.variable(row) for row in rows]
+    found, taken = emitter.variable(I32(0)), emitter.variable(I64(0))
+    population = emitter.declare(f"llvm.ctpop.i{LANES}", mask, (mask,))
+    largest = emitter.declare(f"llvm.vector.reduce.smax.v{LANES}i32", I32, (words,))
+    with emitter.loop(build.add(count, I64(1))):
+        left = [build.load(slot, typ=words) for slot in slots]
+        most, before = build.call(largest, [left[0]]), build.load(taken, typ=I64)
+        is_early = build.icmp_signed("<=", before, count)
+        build.store(build.select(is_early, most, build.load(found, typ=I32)), found)
+        first = build.icmp_signed("==", left[0], emitter.splat(most, LANES))
+        number = build.call(population, [build.bitcast(first, mask)])
+        build.store(build.add(before, build.zext(number, I64)), taken)
+        below = [*left[1:], ir.Constant(words, [-1] * LANES)]
+        for slot, own, next_one in zip(slots, left, below, strict=True):
+            build.store(build.select(first, next_one, own), slot)
+    return build.load(found, typ=I32)
 
 
 def _to_half(emitter, numbers):

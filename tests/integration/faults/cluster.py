@@ -325,7 +325,7 @@ class Cluster:
             for pid, name, why in reversed(logged):
                 if pid == str(process.pid):
                     lost = [said for by, of, said in logged if by == ROUTER and of == name]
-                    return ", ended by the pool: " + ", ".join([why, *lost])
+                    return ", ended by the pool: " + ", ".join([why, *lost[:1]])
         return f", exit code {process.exitcode}"
 
     def _stop(self, *roles: str) -> None:
@@ -357,6 +357,12 @@ class Cluster:
     def kill(self, role: str, shard: int = 0) -> None:
         """End the first process of a role in a shard without a word."""
         self._processes[self._roles.index((role, shard))].kill()
+
+    def freeze(self, role: str, shard: int = 0) -> None:
+        """Stop the first process of a role in a shard, as a machine without a core for it does."""
+        pid = self._processes[self._roles.index((role, shard))].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
 
     def _faults(self, *, only_prefixes: bool = False) -> list[str]:
         """What is wrong in the books of all pools while nothing runs."""

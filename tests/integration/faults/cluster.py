@@ -44,15 +44,16 @@ from triptych.core.config import AppConfig
 from triptych.core.errors import PoolError
 from triptych.core.handles import LeaseId
 from triptych.core.images import Image
-from triptych.core.messages import Failed, Preempt, Request, Send
+from triptych.core.messages import ROUTER, Failed, Preempt, Request, Send
 from triptych.deployments.app import make_plan
 from triptych.deployments.app_plan import AppPlan
-from triptych.deployments.replicas import worker
+from triptych.deployments.replicas import router, worker
 from triptych.deployments.replicas.router import RouterReplica
 from triptych.deployments.replicas.router_client import RouterClient
 from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.deployments.transport import run_dir
 from triptych.kvpool import DeviceArenas, DeviceMemory, PoolServer, PoolStats, PrefixSettings
+from triptych.kvpool.rpc import local_pool
 from triptych.kvpool.rpc.calls import CheckPool, StatPool
 from triptych.kvpool.rpc.local_pool import PoolCall
 from triptych.kvpool.rpc.page_cache import _TAKEN
@@ -311,10 +312,21 @@ class Cluster:
             self.longest_pause_s = max(self.longest_pause_s, pause_s)
             for index, process in self._processes.items():
                 if process.exitcode is not None:
-                    as_told = process.exitcode == EXIT_CODE
                     role, _ = self._roles[index]
-                    self.deaths[role if as_told else f"{role}, untold"] += 1
+                    self.deaths[role + self._reason(process)] += 1
                     self._start(index)
+
+    def _reason(self, process: BaseProcess) -> str:
+        """Why a process ended that was not told to; empty if it was."""
+        if process.exitcode == EXIT_CODE:
+            return ""
+        with contextlib.suppress(FileNotFoundError):
+            logged = [line.split("|") for line in log_of(self.plan).read_text().splitlines()]
+            for pid, name, why in reversed(logged):
+                if pid == str(process.pid):
+                    lost = [said for by, of, said in logged if by == ROUTER and of == name]
+                    return ", ended by the pool: " + ", ".join([why, *lost[:1]])
+        return f", exit code {process.exitcode}"
 
     def _stop(self, *roles: str) -> None:
         chosen = [self._processes[i] for i, (role, _) in enumerate(self._roles) if role in roles]
@@ -345,6 +357,12 @@ class Cluster:
     def kill(self, role: str, shard: int = 0) -> None:
         """End the first process of a role in a shard without a word."""
         self._processes[self._roles.index((role, shard))].kill()
+
+    def freeze(self, role: str, shard: int = 0) -> None:
+        """Stop the first process of a role in a shard, as a machine without a core for it does."""
+        pid = self._processes[self._roles.index((role, shard))].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
 
     def _faults(self, *, only_prefixes: bool = False) -> list[str]:
         """What is wrong in the books of all pools while nothing runs."""
@@ -394,9 +412,38 @@ def cut_of(modes: Mapping[str, bool]) -> list[tuple[str, str]]:
     return list(itertools.combinations(names, 2)) if modes["are_apart"] else []
 
 
+class Reasons(logging.Handler):
+    """Writes which workers count as lost, and which processes are ended, to a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = record.args if isinstance(record.args, tuple) else ()
+        by = () if record.msg == local_pool.PROCESS_ENDED else (ROUTER,)
+        if record.msg in (local_pool.PROCESS_ENDED, router.WORKER_LOST):
+            with self._path.open("a") as file:
+                file.write("|".join(map(str, (*by, *said))) + "\n")
+
+
+def log_of(plan: AppPlan) -> Path:
+    """Where pools and routers write whom they end or lose, and why; it outlives them."""
+    return plan.run_dir / "reasons"
+
+
+def log_reasons(plan: AppPlan) -> None:
+    """Have this process log whom it ends or loses, and nothing else."""
+    logging.disable(logging.NOTSET)
+    logging.getLogger().addHandler(logging.NullHandler())
+    for module in (local_pool, router):
+        module.logger.addHandler(Reasons(log_of(plan)))
+
+
 def be_pool(plan: AppPlan, taken: Any, index: int, modes: Mapping[str, bool]) -> None:
     run_dir.remove_orphans()
     place = run_dir.RunDir.enter(plan.run_dir)
+    log_reasons(plan)
     prefixes = PrefixSettings.of(plan.config.pool, plan.pages)
     memory = None
     if plan.config.pool.arena == "device":
@@ -500,6 +547,7 @@ async def be_router(plan: AppPlan, taken: Any, index: int, *, is_lowering: bool)
     move_at_random()
     if is_lowering:
         lower_at_random()
+    log_reasons(plan)
     shell = RouterReplica.__new__(RouterReplica)
     await shell.__init__(plan)
     taken[index] = 0

@@ -91,6 +91,20 @@ async def test_nor_while_requests_are_lowered(tmp_path: Path, points: list[Point
         assert set(cluster.deaths) == {point.role for point in points}
 
 
+@pytest.mark.conformance  # it waits until the router counts the worker as lost
+@pytest.mark.timeout(120)
+async def test_a_frozen_worker_is_ended_and_counted_with_the_reason(tmp_path: Path) -> None:
+    async with Cluster(save_tiny_model(tmp_path)) as cluster:
+        await cluster.settled()
+        cluster.freeze("decode")
+        await cluster.until(lambda: bool(cluster.deaths), "the frozen worker is replaced")
+        assert list(cluster.deaths) == [
+            "decode, ended by the pool: the router counts it as lost, "
+            "no report for 8 s, or a step without an end"
+        ]
+        await cluster.settled()
+
+
 async def die_at(cluster: Cluster, points: list[Point], seeds: int = 1) -> list[Trial]:
     """What went wrong when a process died at each of some points.
 

@@ -35,6 +35,7 @@ from triptych.router.replay import end_recording, open_scheduler
 
 logger = logging.getLogger(__name__)
 
+WORKER_LOST = "worker %s counts as lost: %s"
 TICK_S = 0.25
 TRACE_S = 1.0
 REFUSE_S = 3.0
@@ -53,11 +54,13 @@ class RouterReplica:
     async def __init__(self, plan: AppPlan) -> None:
         self._node = await asyncio.to_thread(NodeContext.enter, plan)
         plan = self._node.plan
+        timeouts = Timeouts(reclaim_s=RECLAIM_S, refuse_s=REFUSE_S if plan.shards > 1 else None)
+        self._silent_s = timeouts.silent_s
         self._scheduler = open_scheduler(
             plan.config.router,
             plan.pages,
             plan.bookable_bytes,
-            Timeouts(reclaim_s=RECLAIM_S, refuse_s=REFUSE_S if plan.shards > 1 else None),
+            timeouts,
         )
         self._pools = PoolGroup(plan.pool_address, self._node.network)
         self._names = dict[str, str]()
@@ -176,6 +179,8 @@ class RouterReplica:
         self._watched.discard(address)
         self._reports.pop(address, None)
         name = self._names.pop(address, "")
+        if name:
+            logger.warning(WORKER_LOST, name, "its connection ended")
         if name and self._node.network:
             self._begin_to_ask(
                 Expel(worker=guest_name(name))
@@ -200,6 +205,9 @@ class RouterReplica:
 
     def _post(self, sends: list[Send]) -> None:
         for send in sends:
+            if isinstance(send.message, Expel) and send.message.worker in self._names.values():
+                why = f"no report for {self._silent_s:g} s, or a step without an end"
+                logger.warning(WORKER_LOST, send.message.worker, why)
             if isinstance(send.message, Expel | BorrowCacheMemory):
                 self._begin_to_ask(send.message)
             else:

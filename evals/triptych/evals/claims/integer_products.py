@@ -5,7 +5,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -100,23 +99,24 @@ def integer_products(draw: Draw) -> Mapping[str, float]:
     Source: SageAttention (products of integers in attention); digits are ours
     """
     found = dict[str, float]()
-    for bits, digits in product(BITS, DIGITS):
-        name = f"K{bits[0]}V{bits[1]}, {digits} digits"
-        weights, tokens = list[Tensor](), list[Tensor]()
+    for bits in BITS:
+        weights = {digits: list[Tensor]() for digits in DIGITS}
+        tokens = {digits: list[Tensor]() for digits in DIGITS}
         for text in draw.texts:
             ids = (*text.context, *text.continuation)
             stored = dict[int, LayerCodes]()
-            coded = CodedAttention(bits, digits, stored)
-            exact, mine = (
-                _log_probabilities(draw, ids, one)
-                for one in (CodedAttention(bits, 0, stored), coded)
-            )
-            weights.append(torch.stack(coded.weights_kl))
-            tokens.append((exact.exp() * (exact - mine)).sum(-1))
-        found[f"{name}: KL of weights, mean"] = float(torch.stack(weights).mean())
-        found[f"{name}: KL of weights, largest"] = float(torch.stack(weights).max())
-        found[f"{name}: KL of next tokens, mean"] = float(torch.stack(tokens).mean())
-        found[f"{name}: KL of next tokens, largest"] = float(torch.stack(tokens).max())
+            exact = _log_probabilities(draw, ids, CodedAttention(bits, 0, stored))
+            for digits in DIGITS:
+                coded = CodedAttention(bits, digits, stored)
+                mine = _log_probabilities(draw, ids, coded)
+                weights[digits].append(torch.stack(coded.weights_kl))
+                tokens[digits].append((exact.exp() * (exact - mine)).sum(-1))
+        for digits in DIGITS:
+            name = f"K{bits[0]}V{bits[1]}, {digits} digits"
+            found[f"{name}: KL of weights, mean"] = float(torch.stack(weights[digits]).mean())
+            found[f"{name}: KL of weights, largest"] = float(torch.stack(weights[digits]).max())
+            found[f"{name}: KL of next tokens, mean"] = float(torch.stack(tokens[digits]).mean())
+            found[f"{name}: KL of next tokens, largest"] = float(torch.stack(tokens[digits]).max())
     return found
 
 

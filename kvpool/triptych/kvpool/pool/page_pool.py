@@ -162,6 +162,13 @@ class Pool:
         """Workers whose leases have expired. Their processes must end before the pages move on."""
         return [worker.name for worker in self._workers.silent(now)]
 
+    def without_pages(self, name: str) -> WorkerId | None:
+        """The id of a registered worker that has no pages and waits for none; None if it does."""
+        worker = self._workers.by_name.get(name)
+        if worker is None or worker.requests or worker.extent.pages or worker.unmet_pages:
+            return None
+        return worker.id
+
     def knows(self, name: str) -> bool:
         """Whether a worker of this name is registered or left pages."""
         return bool(self._workers.named(name))

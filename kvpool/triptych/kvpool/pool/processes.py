@@ -32,13 +32,18 @@ def this_process() -> ProcessKey:
     return ProcessKey(os.getpid(), started, _space())
 
 
+def is_here(process: ProcessKey) -> bool:
+    """Whether this process can see whether that one lives, and end it."""
+    return process.space == _space()
+
+
 def is_alive(process: ProcessKey) -> bool:
     """Whether the process runs or sleeps; a zombie that nobody has waited for is dead.
 
     A process of another machine or pid namespace cannot be seen from here and counts as
     alive: the time-out of its lease decides about it.
     """
-    if process.space != _space():
+    if not is_here(process):
         return True
     try:
         state, started = _state_and_start(str(process.pid))
@@ -55,7 +60,7 @@ def end(process: ProcessKey, timeout_s: float = 5.0) -> bool:
 
     Returns: False if it cannot be reached from here, or is the calling process itself
     """
-    if process.space != _space() or process.pid == os.getpid():
+    if not is_here(process) or process.pid == os.getpid():
         return False
     try:
         handle = os.pidfd_open(process.pid)

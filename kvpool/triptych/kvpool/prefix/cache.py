@@ -288,6 +288,10 @@ class PrefixCache:
         """Tokens of a block of a namespace."""
         return self._index.block_tokens_of(namespace)
 
+    def has_pins(self, worker: WorkerId) -> bool:
+        """Whether a worker holds pins."""
+        return worker in self._worker_pins.values()
+
     @property
     def pins(self) -> int:
         """Number of pins."""

@@ -15,7 +15,7 @@ from triptych.kvpool.pool.arena import Arena
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.page_pool import Pool
-from triptych.kvpool.pool.processes import ELSEWHERE, ProcessKey, end
+from triptych.kvpool.pool.processes import ELSEWHERE, ProcessKey, end, is_alive, is_here
 from triptych.kvpool.pool.reservation import RESERVING_WORKER
 from triptych.kvpool.pool.stats import DiskStats, NetworkStats, PoolStats, PrefixStats
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, PrefixCache, PrefixSettings
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 OWN_WORKERS = (PREFIX_WORKER, RESERVING_WORKER)
 """Workers of the pool's own; nobody else may use their names."""
+
+PROCESS_ENDED = "process %d of worker %s is ended: %s"
+"""Logged for each process that runs when its pages get another owner."""
 
 REVOCATION_S = 5.0
 """Longest time that a call waits for a device to be done with a dead worker."""
@@ -192,7 +195,7 @@ class LockedPool:
         """End a worker's process and registration, and return its checkpoint."""
         if previous_worker in OWN_WORKERS:
             raise StaleHandle(0, f"worker {previous_worker!r} is the pool's own")
-        self._fence(previous_worker)
+        self._fence(previous_worker, "another worker continues its requests")
         with self.lock:
             self.page_pool.mark_dead(previous_worker, self.now())
             self.forget_lost()
@@ -205,7 +208,7 @@ class LockedPool:
         """End a worker's process, and reclaim all its pages; whether the pool knew it."""
         if name in OWN_WORKERS:
             return False
-        self._fence(name)
+        self._fence(name, "the router counts it as lost")
         with self.lock:
             was_there = self.page_pool.expel(name)
             self.forget_lost()
@@ -215,13 +218,16 @@ class LockedPool:
         """Reclaim the pages of lost workers, and return the workers' names.
 
         A worker whose lease expires while others are being fenced is left to the next sweep: its
-        own process still runs. So is a dead one that a device still has work of. Calls go on
-        meanwhile: the lock is not held while a driver is asked.
+        own process still runs. So is a dead one that a device still has work of. A silent one of
+        this machine that holds nothing is lost only when its process ends: it may be loading its
+        model on cores that others use. Calls go on meanwhile: the lock is not held while a driver
+        is asked.
         """
         now = self.now()
         with self.lock:
-            silent = self.page_pool.silent(now)
-        ended = {name: self._end(name) for name in silent}
+            silent = [name for name in self.page_pool.silent(now) if not self._has_nothing(name)]
+        why = f"no heartbeat for lease_ttl_s, {self.page_pool.lease_ttl_s:g} s"
+        ended = {name: self._end(name, why) for name in silent}
         fenced = [name for name, one in ended.items() if one is None or self._revoke(one)]
         with self.lock:
             processes = self.page_pool.processes
@@ -231,21 +237,33 @@ class LockedPool:
             self.forget_lost()
             return lost
 
-    def _fence(self, name: str) -> None:
+    def _has_nothing(self, name: str) -> bool:
+        """Whether a process of this machine has neither pages nor pins. Needs the lock."""
+        process, worker = self.page_pool.process_of(name), self.page_pool.without_pages(name)
+        if process is None or worker is None or not is_here(process):
+            return False
+        return self.prefixes is None or not self.prefixes.has_pins(worker)
+
+    def _fence(self, name: str, why: str) -> None:
         """End the worker's process, if there is one, before its pages get another owner.
 
         Raises: WritesPending
         """
-        process = self._end(name)
+        process = self._end(name, why)
         if process is not None:
             self._await_revocation(name, process)
 
-    def _end(self, name: str) -> ProcessKey | None:
-        """End the worker's process, and return it; None if there is none on this machine."""
+    def _end(self, name: str, why: str) -> ProcessKey | None:
+        """End the worker's process, and return it; None if there is none on this machine.
+
+        A process that still runs cannot say why it ends, so the pool logs it.
+        """
         with self.lock:
             process = self.page_pool.process_of(name)
         if process in (None, ELSEWHERE):
             return None
+        if is_alive(process):
+            logger.warning(PROCESS_ENDED, process.pid, name, why)
         if not end(process):
             logger.warning("worker %s cannot be ended from here; it is trusted to be dead", name)
         return process

@@ -1,17 +1,18 @@
 """A call is a message with a method ``run``: the same over a socket and within one process."""
 
 import inspect
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from triptych.core.errors import MessageError, NotHeld, WritesPending
+from triptych.core.errors import MessageError, NotHeld, PoolExhausted, WritesPending
 from triptych.core.messages import Message, pack, unpack
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import ProcessKey, this_process
+from triptych.kvpool.prefix.cache import PrefixSettings
 from triptych.kvpool.rpc import calls, local_pool, messages, prefix_calls
 from triptych.kvpool.rpc.calls import AllocatePages, FreePages, RegisterWorker, RenewWorker
 from triptych.kvpool.rpc.channel import FrameChannel
@@ -127,6 +128,60 @@ def test_a_worker_that_falls_silent_while_another_is_fenced_is_left_to_the_next_
     assert pool.sweep(lambda _: True) == ["second"]
     assert fenced == ["first", "second"]
     assert pool.stat().held_pages == 0
+
+
+def test_a_silent_worker_that_holds_nothing_is_lost_only_when_its_process_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be loading its model without a core for its heartbeat. Of other machines, whose
+    processes cannot be seen, the lease decides."""
+    monkeypatch.setattr(local_pool, "end", lambda _: True)
+    time_s, here = [0.0], this_process()
+    limits = PrefixSettings(block_tokens=4, total_bytes=16 * 256, tenant_bytes=16 * 256)
+    pool = LockedPool(
+        Pool(PAGES, 256, "arena", TTL_S), extent_pages=8, clock=lambda: time_s[0], prefixes=limits
+    )
+    names = ("starting", "holding", "waiting", "pinning")
+    starting, holding, waiting, pinning = (
+        pool.register(name, replace(here, pid=pid), 0).worker for pid, name in enumerate(names, 1)
+    )
+    pool.register("elsewhere", ProcessKey(5, 1, "other machine"), 0)
+    monkeypatch.setattr(pool.prefixes, "has_pins", lambda worker: worker == pinning)
+    pool.call(AllocatePages(worker=holding, pages=4, at_least=4))
+    with pytest.raises(PoolExhausted):
+        pool.call(AllocatePages(worker=waiting, pages=PAGES, at_least=PAGES))
+    time_s[0] = 2 * TTL_S
+    assert set(pool.sweep(lambda _: True)) == {*names[1:], "elsewhere"}
+    pool.call(RenewWorker(worker=starting))
+    time_s[0] = 4 * TTL_S
+    assert pool.sweep(lambda _: True) == []
+    assert set(pool.sweep(lambda process: process.pid != 1)) == {"starting"}
+
+
+def test_the_pool_logs_which_process_it_ends_and_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that is killed says nothing itself; of one that is dead nothing is logged."""
+    time_s, running = [0.0], set(range(1, 4))
+    pool = LockedPool(Pool(PAGES, 256, "arena", TTL_S), extent_pages=8, clock=lambda: time_s[0])
+
+    def end(process: ProcessKey) -> bool:
+        running.discard(process.pid)
+        return True
+
+    monkeypatch.setattr(local_pool, "end", end)
+    monkeypatch.setattr(local_pool, "is_alive", lambda process: process.pid in running)
+    for pid, name in enumerate(("continued", "lost", "silent", "dead"), 1):
+        pool.register(name, ProcessKey(pid, 1, ""), 64)
+    pool.inherit("continued")
+    pool.expel("lost")
+    time_s[0] = 2 * TTL_S
+    assert pool.sweep(lambda _: True) == ["silent", "dead"]
+    assert caplog.messages == [
+        "process 1 of worker continued is ended: another worker continues its requests",
+        "process 2 of worker lost is ended: the router counts it as lost",
+        "process 3 of worker silent is ended: no heartbeat for lease_ttl_s, 10 s",
+    ]
 
 
 def test_a_device_that_is_not_done_delays_only_what_it_may_write_to(

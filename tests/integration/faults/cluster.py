@@ -31,6 +31,7 @@ import torch
 from tests.fake_driver import FakeDriver
 from tests.integration.faults.points import (
     EXIT_CODE,
+    GIVEN_UP,
     LAST_ACTS,
     POINTS,
     TAKEOVER,
@@ -572,7 +573,7 @@ class Worker(WorkerReplica):
             return
         assert isinstance(arenas, DeviceArenas)
         assert isinstance(arenas.driver, FakeDriver)
-        attached = cache._attached.items()
+        attached = [(lease, ids) for lease, ids in cache._attached.items() if lease not in GIVEN_UP]
         held = [ids[cache._where[ids] == lease] for lease, ids in attached]
         held = np.concatenate([np.flatnonzero(cache._where == _TAKEN), *held])
         if not arenas.stores_at_host:

@@ -2,11 +2,12 @@
 
 import functools
 import os
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tests.fake_driver import FakeDriver
+from triptych.core.handles import LeaseId
 from triptych.deployments.replicas.worker import WorkerReplica
 from triptych.kvpool.rpc.calls import (
     AdoptRequest,
@@ -187,6 +188,10 @@ FIRST_DEATH = Point("decode", "before", "compute")
 LAST_ACTS = list[Callable[[], None]]()
 """What this process does before it dies at a point."""
 
+GIVEN_UP = set[LeaseId]()
+"""Leases that the pool ended in the last call, after which this process may die. It waits for its
+device before such a call, so nothing that is queued there writes to their pages."""
+
 Counters = MutableSequence[int]
 """One number for each of ``POINTS``, shared by all processes."""
 
@@ -252,7 +257,20 @@ def _watched(
             return work(*args, **kwargs)
         board.hit(index)
         result = work(*args, **kwargs)
+        GIVEN_UP.clear()
+        GIVEN_UP.update(leases_ended_by(args[1]) if sent else ())
         board.hit(index + 1)
         return result
 
     return watched
+
+
+def leases_ended_by(call: object) -> Sequence[LeaseId]:
+    """Leases that are no longer the worker's when the pool has run a call."""
+    match call:
+        case HandOff():
+            return call.releases
+        case ReleaseLeases():
+            return call.leases
+        case _:
+            return ()

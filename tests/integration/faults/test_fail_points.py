@@ -59,6 +59,7 @@ APART = [
     Point("prefill", "after", "commit"),
     Point("compress", "after", "attach"),
     Point("compress", "before", "commit"),
+    Point("compress", "after", "commit"),
     Point("decode", "after", "close a retirement"),
     Point(TAKEOVER, "after", "adopt"),
 ]

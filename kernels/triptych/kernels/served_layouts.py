@@ -19,8 +19,10 @@ from triptych.core.table_layouts import TableLayouts
 MERGER = LearnedFile(
     path="", kind="merger", tensors="", chunk_tokens=5, frequencies=(1.0,)
 )  # layouts depend on its kind alone
-FIRST = ("diffkv", "uniform:k8v4", "uniform:fp16")
-"""Methods in front: the default of a model with a profile and of others, and 16 bits."""
+PROFILED = "diffkv k4v2c"
+"""The default of the included profile: ``diffkv`` with limited low values (decision 86)."""
+FIRST = ("diffkv", PROFILED, "uniform:k8v4", "uniform:fp16")
+"""Methods in front: the defaults of models with a profile, that of others, and 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,10 @@ def served_layouts(head_dim: int) -> dict[str, ServedLayouts]:
     """
     found = dict[tuple[tuple[PageLayout, bool], ...], ServedLayouts]()
     for name in dict.fromkeys((*FIRST, *offered_methods([MERGER]))):
+        policy, *low_format = name.split()
+        method = {"policy": policy, **({"low_format": low_format[0]} if low_format else {})}
         config = AppConfig.from_mapping(
-            {"compressor": {"policy": name}, "decode": {"actor": {"num_gpus": 1}}}
+            {"compressor": method, "decode": {"actor": {"num_gpus": 1}}}
         )
         plan = PagePlan.of(config, Geometry(1, 8, head_dim), learned=[MERGER])
         served = ServedLayouts(name, plan)

@@ -1,5 +1,7 @@
 """Tests of the list of layouts that engines, ahead-of-time compilation and benchmarks share."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,9 +10,10 @@ from triptych.core.layout import FORMATS
 from triptych.core.methods.table import METHODS
 from triptych.core.table_layouts import TableLayouts
 from triptych.kernels.bench.attention_cpu import Shape, build_case, check_case
-from triptych.kernels.codegen.variants import all_variants
-from triptych.kernels.served_layouts import served_layouts
+from triptych.kernels.codegen.variants import SERVED, all_variants
+from triptych.kernels.served_layouts import PROFILED, served_layouts
 from triptych.kernels.triton.triton_layout import form_of
+from triptych.workers.models.compression_profile import PACKAGED
 
 
 def test_every_method_and_format_has_its_layouts() -> None:
@@ -20,13 +23,20 @@ def test_every_method_and_format_has_its_layouts() -> None:
     formats = {layout.format.name for one in served.values() for layout, _ in one.sections}
     assert formats == set(FORMATS)
     assert {"diffkv", "learned:merge", "kivi", "kvarn", "streaming_llm"} <= set(served)
-    assert set(served) <= {*METHODS.builtin, *(f"uniform:{name}" for name in FORMATS)}
+    assert set(served) <= {*METHODS.builtin, *(f"uniform:{name}" for name in FORMATS), PROFILED}
     assert all(
         layout.key_order == "token"
         for one in served.values()
         for layout, _ in one.sections
         if layout.format.is_quantized
     )
+
+
+def test_the_included_profile_stores_what_is_compiled_by_default() -> None:
+    (profile,) = PACKAGED.glob("*.json")
+    settings = json.loads(profile.read_text(encoding="utf-8"))["settings"]
+    assert f"{settings['policy']} {settings['low_format']}" == PROFILED
+    assert PROFILED in SERVED.methods
 
 
 def test_what_a_decode_worker_reads_is_compiled() -> None:

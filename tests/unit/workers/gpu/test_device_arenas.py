@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from tests.fake_driver import FakeDriver
 from tests.tiny import DIFFKV
 from tests.unit.workers.gpu.conftest import IS_INTERPRETED
 from triptych.core.config import AppConfig
-from triptych.core.messages import Sampling, Stage
+from triptych.core.errors import StageLost
+from triptych.core.messages import Encode, Message, Sampling, Stage
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import Link
 from triptych.workers.local import Completion, LocalServer
@@ -141,3 +143,26 @@ def test_without_a_compressor_on_their_device_raw_pages_are_in_host_memory(
     assert traffic["prefill"]["own"] == traffic["compress"]["own"] == 0
     stored = sum(one.report.stored_bytes for one in there if one.report)
     assert traffic["compress"]["bus"] == traffic["prefill"]["bus"] + stored
+
+
+def test_pages_that_were_encoded_on_another_device_are_not_decoded_there(
+    tiny_model: Path, quick_device: Device, tmp_path: Path
+) -> None:
+    """A router that knows a decode worker with the arena of the pool before has them encoded at the
+    compressor's. Nothing of them stays, and the request ends as if the compressor had died."""
+    settings, driver = settings_of(), FakeDriver(tmp_path)
+    places = APART[:3]
+    with DeviceServer(settings, tiny_model, tmp_path, places, quick_device, driver) as server:
+        compress = next(one for one in server.workers.values() if one.stage == "compress")
+        accept = compress.engines[0].accept
+
+        def of_the_pool_before(message: Message) -> object:
+            is_encode = isinstance(message, Encode)
+            return accept(replace(message, arena="gone#gpu-1") if is_encode else message)
+
+        compress.engines[0].accept = of_the_pool_before  # type: ignore[method-assign, assignment]
+        answers = server.complete([server.request(prompt, GREEDY) for prompt in prompts()])
+        codes = [one.error.code if one.error else "" for one in answers]
+        assert codes == [StageLost.code] * len(LENGTHS)
+        assert server.server.stat().request_pages == 0
+        assert server.server.check() == []

@@ -198,12 +198,24 @@ class RequestHandover:
     # ---------------------------------------------------------------- joining
 
     def _attach(self, message: Join, ids: Ids, previous_worker: str) -> LeaseRef:
+        """Take over the pages of a handle.
+
+        Raises: StaleHandle if they are gone, or on another device. Then they were encoded for a
+            worker that the router knew with the arena of a pool that is gone; grown at home, the
+            request would have pages in two arenas.
+        """
         try:
-            return self._pool.attach([(message.handle.lease_ref, ids)])[0]
+            (lease_ref,) = self._pool.attach([(message.handle.lease_ref, ids)])
         except StaleHandle:
             if not previous_worker:
                 raise
             return self._pool.adopt(previous_worker, message.request.id, None, ids)
+        if lease_ref.arena != self._pool.home:
+            self._pool.release([lease_ref.lease])
+            raise StaleHandle(
+                lease_ref.lease, f"its pages are in {lease_ref.arena}, not in {self._pool.home}"
+            )
+        return lease_ref
 
     def _require_slot(self) -> None:
         if not self._free_slots:

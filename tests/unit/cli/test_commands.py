@@ -290,6 +290,7 @@ def test_bench_attention_writes_a_row_for_every_case(run: Run, tmp_path: Path) -
     ]
 
 
+@pytest.mark.conformance  # 20 s of compiling
 def test_bench_selection_writes_a_row_for_every_rule(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "selection.json"
     options = ["--formats", "k8v4", "--batch", "1", "--context", "640", "--repeats", "1"]

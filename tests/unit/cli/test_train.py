@@ -58,7 +58,7 @@ def test_mistakes_are_one_line(run: Run, tiny_model: Path, tmp_path: Path) -> No
     assert (code, "a scorer, or compressors" in err) == (2, True)
 
 
-@pytest.mark.slow
+@pytest.mark.conformance  # half a minute of training
 def test_a_process_that_is_killed_goes_on_and_writes_the_same_file(
     tiny_model: Path, tmp_path: Path
 ) -> None:

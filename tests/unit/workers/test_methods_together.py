@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,6 +134,11 @@ def test_sixteen_requests_of_many_methods_answer_as_each_does_alone(
     assert names == [one.method or default for one in asked]
 
 
+def in_conformance(methods: tuple[str, ...]) -> Any:
+    """A case of ``make conformance`` alone."""
+    return pytest.param(methods, marks=pytest.mark.conformance)
+
+
 CACHED = ("", "learned:score", "leankv", "uniform:k4v2")
 """Methods of the next test whose prompts read and fill the prefix cache."""
 
@@ -141,10 +147,15 @@ CACHED = ("", "learned:score", "leankv", "uniform:k4v2")
     "methods",
     [
         ("", "learned:merge", "learned:paper", "learned:score"),
-        ("snapkv", "learned:merge", "adakv", "leankv"),
-        ("h2o", "tova", "learned:score", "pyramidkv"),
-        ("streaming_llm", "learned:paper", "knorm", "uniform:k4v2"),
-        ("expected_attention", "cake", "keydiff", "kvcrush"),
+        *map(
+            in_conformance,
+            [
+                ("snapkv", "learned:merge", "adakv", "leankv"),
+                ("h2o", "tova", "learned:score", "pyramidkv"),
+                ("streaming_llm", "learned:paper", "knorm", "uniform:k4v2"),
+                ("expected_attention", "cake", "keydiff", "kvcrush"),
+            ],
+        ),
         ("h2o:generate", "snapkv", "leankv", "h2o"),
     ],
     ids=lambda methods: methods[-1],

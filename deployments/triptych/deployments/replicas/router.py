@@ -179,8 +179,8 @@ class RouterReplica:
         self._watched.discard(address)
         self._reports.pop(address, None)
         name = self._names.pop(address, "")
-        if name:
-            logger.warning(WORKER_LOST, name, "its connection ended")
+        if name:  # no warning: all connections end when the server stops
+            logger.info(WORKER_LOST, name, "its connection ended")
         if name and self._node.network:
             self._begin_to_ask(
                 Expel(worker=guest_name(name))

@@ -1,6 +1,6 @@
 """The model runner: one forward pass over a ragged batch of tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from triptych.core.errors import ConfigError
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.fused.int4_block import Int4Block
-from triptych.workers.models.fused.model import FusedModel
+from triptych.workers.models.fused.model import FusedModel, Layers
 from triptych.workers.models.kv_rotation import Coordinates
 from triptych.workers.models.load import LoadedModel, Network
 from triptych.workers.models.vision.feature_rows import FeatureRows
@@ -142,7 +142,7 @@ class ModelRunner:
 
     def run(
         self,
-        layers: Callable[[Tensor, Tensor, Tensor], Tensor],
+        layers: Layers,
         tokens: Tensor,
         positions: Tensor,
         given: FeatureRows | None = None,
@@ -151,12 +151,7 @@ class ModelRunner:
         with torch.inference_mode():
             return self._plain.run(layers, tokens, positions, given)
 
-    def apply(
-        self,
-        layers: Callable[[Tensor, Tensor, Tensor], Tensor],
-        hidden: Tensor,
-        positions: Tensor,
-    ) -> Tensor:
+    def apply(self, layers: Layers, hidden: Tensor, positions: Tensor) -> Tensor:
         """As ``FusedModel.apply``."""
         with torch.inference_mode():
             return self._plain.apply(layers, hidden, positions)

@@ -83,7 +83,7 @@ class PromptPrograms:
             return None  # profiled, or a long block of an image
         if not self._fits(chunks):
             return None
-        program = self._written(chunks)
+        program = self._prepared(chunks)
         return runner.run(partial(program.of_rows, logits_at), tokens, positions, given)
 
     def through(
@@ -112,7 +112,7 @@ class PromptPrograms:
         lasts, first = list[Tensor](), chunks[0].start
         for chunk in chunks:
             rows = slice(chunk.start - first, chunk.end - first)
-            given, program = (hidden[rows], cos[rows], sin[rows]), self._written([chunk])
+            given, program = (hidden[rows], cos[rows], sin[rows]), self._prepared([chunk])
             if chunk.has_last_layer:
                 lasts.append(
                     program.of_rows(torch.tensor(chunk.logits_at, dtype=torch.int64), *given)
@@ -131,8 +131,8 @@ class PromptPrograms:
             return False
         return len(_layouts(chunks)) <= 1 and self._parts.holds(len(parts))
 
-    def _written(self, chunks: Sequence[PrefillChunk]) -> LayerProgram:
-        """The program of a step, which finds these chunks where it reads its parts."""
+    def _prepared(self, chunks: Sequence[PrefillChunk]) -> LayerProgram:
+        """The program of a step, with these chunks as the parts that it reads."""
         self._parts.write(_parts(chunks))
         tokens = sum(chunk.tokens for chunk in chunks)
         return self._program((chunks[0].layers, tokens, next(iter(_layouts(chunks)), self._raw)))

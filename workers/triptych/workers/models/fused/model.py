@@ -33,6 +33,9 @@ from triptych.workers.models.weights.shared_tiles import (
 
 IN_4_BITS: tuple[Packing, ...] = ("int4", "int4_if_exact")
 
+Layers = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Layers that are run together: the residual stream, cosine and sine to the residual stream."""
+
 
 class FusedModel:
     """The fused forward pass, with its own copy of the weights.
@@ -116,7 +119,7 @@ class FusedModel:
 
     def run(
         self,
-        layers: Callable[[Tensor, Tensor, Tensor], Tensor],
+        layers: Layers,
         tokens: Tensor,
         positions: Tensor,
         given: FeatureRows | None = None,
@@ -128,13 +131,8 @@ class FusedModel:
         """
         return self.logits(self.apply(layers, self.embed(tokens, given), positions))
 
-    def apply(
-        self,
-        layers: Callable[[Tensor, Tensor, Tensor], Tensor],
-        hidden: Tensor,
-        positions: Tensor,
-    ) -> Tensor:
-        """What ``layers``, such as those of a ``LayerProgram``, make of the residual stream.
+    def apply(self, layers: Layers, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Run ``layers``, such as a ``LayerProgram``, on the residual stream.
 
         Shapes:  hidden (T, E) float32; positions (T,) or (3, T) -> as ``layers`` return it
         """

@@ -6,7 +6,6 @@ Each operation is an ``Op``. A call runs the implementation for the device of it
 
 from typing import Any
 
-from triptych.kernels.blocked_product import BlockedProduct, in_pieces
 from triptych.kernels.codec import (
     NUMERICS_VERSION,
     append_tokens,
@@ -16,7 +15,7 @@ from triptych.kernels.codec import (
     store_tokens,
     transcode,
 )
-from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles
+from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles, multiplies_words
 from triptych.kernels.compact import (
     Retirement,
     mass_limits,
@@ -31,6 +30,8 @@ from triptych.kernels.decode import (
     record_scores,
     score_tokens,
 )
+from triptych.kernels.dense.blocked_product import BlockedProduct, in_pieces
+from triptych.kernels.dense.vector_product import VectorProduct
 from triptych.kernels.draw import draw_tokens
 from triptych.kernels.int4 import Int4Tiles, add_norm_multiply_int4, multiply_int4
 from triptych.kernels.int8 import (
@@ -39,6 +40,7 @@ from triptych.kernels.int8 import (
     ScaledRows,
     add_norm_quantize,
     gate_quantize,
+    has_vnni,
     quantize_rows,
 )
 from triptych.kernels.logits import recompute_largest
@@ -79,6 +81,7 @@ __all__ = [
     "ScaledRows",
     "Section",
     "Summaries",
+    "VectorProduct",
     "add_norm",
     "add_norm_multiply_int4",
     "add_norm_quantize",
@@ -88,6 +91,7 @@ __all__ = [
     "draw_tokens",
     "gate",
     "gate_quantize",
+    "has_vnni",
     "in_pieces",
     "largest_sums",
     "load_tokens",
@@ -96,6 +100,7 @@ __all__ = [
     "move_tokens",
     "multiplies_bfloat",
     "multiplies_tiles",
+    "multiplies_words",
     "multiply_int4",
     "observe_ops",
     "plan_eviction",

@@ -15,7 +15,7 @@ from importlib import import_module
 
 from triptych.core.config.machine import usable_cores
 from triptych.kernels.codegen.kernel_cache import EntryPoint, kernel_cache_dir
-from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles
+from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles, multiplies_words
 
 COMPILED, FOUND = b"c", b"f"
 Group = tuple[str, ...]
@@ -25,8 +25,8 @@ Group = tuple[str, ...]
 def groups() -> list[Group]:
     """Kernels of a model with the default settings on this processor, the longest group first."""
     codec, attention = ("move", "append", "start_append"), ("attend", "take_runs", "record")
-    parts, products = ("_work", "_start"), ["vector_product"]
-    if multiplies_bfloat():
+    parts, products = ("_work", "_start"), ["word_product"]
+    if multiplies_words():
         prompts: list[Group] = [
             ("prefill.cpu_bfloat:_work", "prefill.cpu_bfloat:_pack", "prefill.cpu_bfloat:_start"),
             tuple(f"codec.store_prompts:{name}" for name in parts),
@@ -34,6 +34,8 @@ def groups() -> list[Group]:
     else:
         prompts = [("prefill.cpu_softmax:_work",)]
         codec += ("store", "round_trip")
+    if multiplies_bfloat():
+        products = ["vector_product"]
     if multiplies_tiles():
         products = ["amx_product", "amx_levels"]
     return [

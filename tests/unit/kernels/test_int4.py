@@ -9,11 +9,12 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels import Int4Tiles, add_norm_multiply_int4, multiplies_bfloat, multiply_int4
-from triptych.kernels.codegen.native import multiplies_tiles
+from triptych.kernels.codegen.native import multiplies_tiles, multiplies_words
 from triptych.kernels.int4 import cpu
 
 each = pytest.mark.parametrize
 FAST = [
+    *(["word_product"] if multiplies_words() else []),
     *(["vector_product"] if multiplies_bfloat() else []),
     *(["amx_product", "amx_levels"] if multiplies_tiles() else []),
 ]
@@ -43,6 +44,11 @@ def choose(monkeypatch: pytest.MonkeyPatch, product: str) -> str:
 
     monkeypatch.setattr(cpu, "_product", product_of)
     return "cpu"
+
+
+def inputs_of(product: str, rows: Tensor) -> Tensor:
+    """The inputs that a product multiplies: words keep more than a bfloat16 has."""
+    return rows.double() if product == "word_product" else rows.bfloat16().double()
 
 
 def weights_of(product: str, weights: Tensor) -> Tensor:
@@ -75,13 +81,14 @@ def test_products_agree_with_those_of_expanded_weights(
     weights, packed = random_weights(outputs, columns, group)
     bias = torch.randn(outputs) if count % 2 else None
     rows = (torch.randn(count, columns + 5) * 3).to(dtype)[:, :columns]
-    exact = rows.bfloat16().double() @ weights_of(product, weights).T
+    exact = inputs_of(product, rows) @ weights_of(product, weights).T
     exact = exact if bias is None else exact + bias
     found = multiply_int4.on(backend)(rows, packed, bias, torch.float32)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    least = 1e-3 if product == "word_product" else 1e-5  # steps of an input are 2**-15 of a piece
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=least)
     rounded = multiply_int4.on(backend)(rows, packed, bias, torch.bfloat16)
     assert rounded.dtype == torch.bfloat16
-    torch.testing.assert_close(rounded.double(), exact, rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(rounded.double(), exact, rtol=2**-8, atol=max(least, 1e-4))
 
 
 @each("product", PRODUCTS)
@@ -104,7 +111,7 @@ def test_a_norm_of_a_sum_is_multiplied_and_gated(
     torch.testing.assert_close(total, hidden if delta is None else hidden + delta)
     normed = torch.nn.functional.rms_norm(total, (96,), norm, 1e-5)
     weights = weights_of(product, plain.weights())
-    halves = (normed.bfloat16().double() @ weights.T).chunk(2, 1)
+    halves = (inputs_of(product, normed) @ weights.T).chunk(2, 1)
     exact = torch.nn.functional.silu(halves[0]) * halves[1]
     # A norm may lie where it rounds to either of two neighbours.
     torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=2e-3)
@@ -150,7 +157,7 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(
     assert found.isfinite().all(1).tolist() == [True, False, True]
 
 
-@pytest.mark.skipif(not multiplies_bfloat(), reason="a processor without products of bfloat16")
+@pytest.mark.skipif(not multiplies_words(), reason="not a processor of x86")
 def test_rows_and_biases_that_do_not_fit_are_refused() -> None:
     _, packed = random_weights(64, 64, 32)
     with pytest.raises(ConfigError, match=r"rows \(2, 63\)"):

@@ -78,10 +78,10 @@ def test_a_row_of_zeros_is_zero() -> None:
         assert numbers_of(quantize_rows.on(backend)(torch.zeros(2, 96))).eq(0).all()
 
 
-needs_vnni = pytest.mark.skipif(not Int8Product.takes_here(), reason="a processor without VNNI")
+needs_x86 = pytest.mark.skipif(not Int8Product.takes_here(), reason="not a processor of x86")
 
 
-@needs_vnni
+@needs_x86
 @each("width", WIDTHS)
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_is_that_of_the_rows(width: int, dtype: torch.dtype) -> None:
@@ -95,7 +95,7 @@ def test_a_product_is_that_of_the_rows(width: int, dtype: torch.dtype) -> None:
         assert (found - exact).norm() <= 0.015 * exact.norm()
 
 
-@needs_vnni
+@needs_x86
 def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
     product = Int8Product.of(torch.randn(960, 576), torch.bfloat16)
     rows = torch.randn(300, 576)
@@ -106,7 +106,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
         assert part.scales.equal(whole.scales[first:end])
 
 
-@needs_vnni
+@needs_x86
 def test_sums_do_not_overflow() -> None:
     """All codes at their limits: pairs of products do not fit in 16 bits."""
     product = Int8Product.of(torch.ones(8, 4096), torch.float32)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.moves import ALONE, LATENTS
-from triptych.kernels import Past, multiplies_bfloat, prefill_attention, significance_of
+from triptych.kernels import Past, multiplies_words, prefill_attention, significance_of
 from triptych.kernels.prefill.cpu_bfloat import STRIPE
 
 BACKENDS = [name for name in prefill_attention.backends if name != "cuda"]
@@ -289,7 +289,7 @@ def test_chunks_hardly_change_the_16_bits_of_a_token(cuts: list[int], new_cache:
         return torch.cat(parts)
 
     chunked, whole = attend(cuts), attend([100])
-    assert (chunked != whole).float().mean() <= (0 if multiplies_bfloat() else 1e-3)
+    assert (chunked != whole).float().mean() <= (0 if multiplies_words() else 1e-3)
     torch.testing.assert_close(chunked, whole, rtol=2**-7, atol=1e-6)
 
 

@@ -16,7 +16,7 @@ from triptych.core.layout import FORMATS, PageLayout
 from triptych.kernels import (
     Past,
     load_tokens,
-    multiplies_bfloat,
+    multiplies_words,
     prefill_attention,
     round_tokens,
     store_tokens,
@@ -87,7 +87,7 @@ def test_prompts_are_rounded_and_stored_as_by_the_ops(dim: int, name: str) -> No
     assert torch.equal(found, step.arena)
 
 
-@pytest.mark.skipif(not multiplies_bfloat(), reason="no products of bfloat16")
+@pytest.mark.skipif(not multiplies_words(), reason="not a processor of x86")
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_attention_over_pages_has_the_bits_of_the_op(dim: int, window: int) -> None:
@@ -121,7 +121,7 @@ def test_attention_over_pages_has_the_bits_of_the_op(dim: int, window: int) -> N
         torch.testing.assert_close(one.sums[layer], had + span, rtol=0, atol=0)
 
 
-@pytest.mark.skipif(not multiplies_bfloat(), reason="no products of bfloat16")
+@pytest.mark.skipif(not multiplies_words(), reason="not a processor of x86")
 @pytest.mark.parametrize("bad", [-1, 900])
 def test_a_page_that_the_arena_does_not_have_is_refused(bad: int) -> None:
     step = Step(64)

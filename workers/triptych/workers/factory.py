@@ -11,7 +11,7 @@ from triptych.core.config import ActorConfig, AppConfig, DType
 from triptych.core.config.machine import usable_cores
 from triptych.core.messages import Stage
 from triptych.core.pages import PagePlan
-from triptych.kernels import multiplies_bfloat
+from triptych.kernels import multiplies_words
 from triptych.kvpool import WorkerPool
 from triptych.workers.compress.compress_engine import CompressEngine
 from triptych.workers.core_scheduler import Cores, DedicatedCores, SharedCores
@@ -176,7 +176,7 @@ def _attention_dtype(dtype: DType, device: Device) -> torch.dtype:
         return torch.float32
     if not device.is_host:
         return torch.float16
-    is_fast = dtype == "bfloat16" and multiplies_bfloat()
+    is_fast = dtype == "bfloat16" and multiplies_words()
     return torch.bfloat16 if is_fast else torch.float32
 
 

@@ -41,9 +41,9 @@ class ModelConfig:
     quantization: Quantization = "auto"
     """How the weights of linear layers are kept in memory: ``auto``, in 4 bits if they had
     been quantized to 4 bits and nothing is lost, else in ``dtype``; ``none``, in ``dtype``;
-    ``int8``, in 8 bits, with inputs that are quantized to 8 bits as they come (a CPU with VNNI);
+    ``int8``, in 8 bits, with inputs that are quantized to 8 bits as they come (a CPU of x86);
     ``int4``, in 4 bits, with a scale and a zero point for 32 weights. 8 and 4 bits need a CPU and
-    plain layers. ``auto`` and ``int4`` also read a bfloat16 head in 8 bits where the CPU has VNNI,
+    plain layers. ``auto`` and ``int4`` also read a bfloat16 head in 8 bits on a CPU of x86,
     and compute the largest logits again in float32."""
 
     max_model_len: int | Literal["auto"] = "auto"

@@ -138,9 +138,9 @@ class PrefillConfig:
     """Maximum prompt tokens of one step (chunked prefill); longer prompts take several steps."""
 
     quantization: PromptQuantization = "auto"
-    """How products of prompts are computed: ``int8``, with weights and inputs in 8 bits (a CPU with
-    VNNI and plain layers); ``none``, as those of answers are; ``auto``, in 8 bits where that is
-    possible and faster (not with AMX), ``model.dtype`` is ``bfloat16`` and ``model.quantization``
+    """How products of prompts are computed: ``int8``, with weights and inputs in 8 bits (a CPU of
+    x86 and plain layers); ``none``, as those of answers are; ``auto``, in 8 bits where that is
+    faster (with VNNI and without AMX), ``model.dtype`` is ``bfloat16`` and ``model.quantization``
     is ``auto``."""
 
     def __post_init__(self) -> None:

@@ -27,6 +27,13 @@ def vector_lanes() -> int:
 
 
 @cache
+def multiplies_words() -> bool:
+    """Whether this machine multiplies vectors of 16-bit integers and adds neighbours."""
+    features = llvm.get_host_cpu_features()
+    return bool(features.get("avx512bw") if vector_lanes() == 16 else features.get("sse2"))
+
+
+@cache
 def multiplies_bfloat() -> bool:
     """Whether this machine multiplies vectors of bfloat16, and permutes 16-bit words."""
     features = llvm.get_host_cpu_features()

@@ -18,9 +18,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from triptych.kernels.codegen.kernel_cache import EntryPoint, cache_of_these_sources
-from triptych.kernels.codegen.simd import POINTER, Emitter, vector
+from triptych.kernels.codegen.simd import LANES, POINTER, Emitter, vector
 
-LANES = 16
 CACHE_LINE = 64
 """Bytes."""
 

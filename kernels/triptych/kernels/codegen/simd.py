@@ -2,11 +2,13 @@
 # llvmlite ships no types.
 """An emitter of float vector code as LLVM IR, with the operations that page kernels need."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
+
+from triptych.kernels.codegen.native import multiplies_bfloat, vector_lanes
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 HALF, FLOAT, POINTER = ir.HalfType(), ir.FloatType(), ir.PointerType()
@@ -41,6 +43,10 @@ EXP2 = (  # minimax for 2**x - 1 over x in [-1/2, 1/2], highest power first; Cep
 
 SHIFT = 1.5 * 2**23
 """Adding and subtracting it rounds a float32 to the nearest integer, ties to even."""
+
+
+LANES = 16
+"""Of vectors of floats; on most processors they are several registers."""
 
 
 def vector(element: ir.Type, lanes: int) -> Any:
@@ -85,10 +91,64 @@ class Emitter:
 
     def add_bfloat_pairs(self, sums: Value, left: Value, right: Value) -> Value:
         """Add products of 32 bfloat16 numbers, of two neighbours to each of 16 float sums."""
+        if not multiplies_bfloat():
+            for numbers in zip(self._halves(left), self._halves(right), strict=True):
+                sums = self.fma(*numbers, sums)
+            return sums
         pairs = vector(BFLOAT, 2 * sums.type.count)
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         function = self.declare(name, sums.type, (sums.type, pairs, pairs))
         return self.build.call(function, [sums, left, right])
+
+    def add_word_pairs(self, sums: Value, left: Value, right: Value) -> Value:
+        """Add products of 16-bit integers, of two neighbours to each 32-bit sum."""
+        return self.in_registers(self._add_word_pairs, sums, left, right)
+
+    def _add_word_pairs(self, sums: Value, left: Value, right: Value) -> Value:
+        kind, lanes = left.type, sums.type.count
+        name = {16: "avx512.pmaddw.d.512", 8: "avx2.pmadd.wd", 4: "sse2.pmadd.wd"}[lanes]
+        function = self.declare(f"llvm.x86.{name}", sums.type, (kind, kind))
+        products = self.build.call(function, [left, right])
+        # LLVM would add integers in another order, with sums that do not fit in registers: it does
+        # not know what this assembly returns.
+        same = ir.FunctionType(sums.type, (sums.type,))
+        return self.build.asm(same, "", "=v,0", [self.build.add(sums, products)], side_effect=False)
+
+    def in_registers(self, operate: Callable[..., Value], first: Value, *others: Value) -> Value:
+        """An operation on vectors, for as many lanes of the first at a time as a register has."""
+        lanes = first.type.count
+        count = max(1, lanes // vector_lanes())
+        vectors = (first, *others)
+        parts = [
+            operate(*(self.lanes(each, part, count) for each in vectors)) for part in range(count)
+        ]
+        while len(parts) > 1:
+            parts = [self.joined(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
+    def lanes(self, values: Value, part: int, parts: int) -> Value:
+        """One of ``parts`` parts of a vector."""
+        size = values.type.count // parts
+        order = ir.Constant(vector(I32, size), list(range(part * size, (part + 1) * size)))
+        return values if parts == 1 else self.build.shuffle_vector(values, values, order)
+
+    def joined(self, left: Value, right: Value) -> Value:
+        """The lanes of two vectors in one."""
+        size = 2 * left.type.count
+        order = ir.Constant(vector(I32, size), list(range(size)))
+        return self.build.shuffle_vector(left, right, order)
+
+    def _halves(self, pairs: Value) -> tuple[Value, Value]:
+        """The first and the second of pairs of bfloat16 numbers, as float32."""
+        lanes = pairs.type.count // 2
+        return self.halves(self.build.bitcast(pairs, vector(I32, lanes)))
+
+    def halves(self, words: Value) -> tuple[Value, Value]:
+        """The lower and the upper bfloat16 number of 32-bit words, as float32."""
+        build, kind = self.build, vector(FLOAT, words.type.count)
+        lower = build.shl(words, self.constant(16, words))
+        upper = build.and_(words, self.constant(0xFFFF0000, words))
+        return build.bitcast(lower, kind), build.bitcast(upper, kind)
 
     def to_bfloats(self, values: Value) -> Value:
         """Round 16 floats to bfloat16, ties to even."""
@@ -107,6 +167,18 @@ class Emitter:
     def minimum(self, left: Value, right: Value) -> Value:
         """The smaller number of each lane; ``right`` where ``left`` is NaN."""
         return self.build.select(self.build.fcmp_ordered("<", left, right), left, right)
+
+    def absolute(self, values: Value) -> Value:
+        """Numbers without their signs; 0 for NaN."""
+        sizes = self.build.call(
+            self._intrinsic("llvm.fabs", values, (values.type,), values.type), [values]
+        )
+        return self.maximum(sizes, self.constant(0.0, values))
+
+    def total_word(self, words: Value) -> Value:
+        """The sum of all lanes of 32-bit integers."""
+        name = f"llvm.vector.reduce.add.v{words.type.count}i32"
+        return self.build.call(self.declare(name, I32, (words.type,)), [words])
 
     def total(self, values: Value) -> Value:
         """The sum of all lanes."""
@@ -146,6 +218,8 @@ class Emitter:
         """
         build, words = self.build, vector(I16, 32)
         counts = [self._rounded(steps) for steps in (low, high)]
+        if not multiplies_bfloat():
+            return self.joined(*(self._power_bits(count) for count in counts))
         function = self.declare(
             "llvm.x86.avx512.packusdw.512", words, tuple(part.type for part in counts)
         )
@@ -157,9 +231,27 @@ class Emitter:
         function = self.declare("llvm.x86.avx512.pmul.hr.sw.512", words, (words, words))
         return build.sub(bits, build.call(function, [curve, self.constant(88, bits)]))
 
+    def _power_bits(self, counts: Value) -> Value:
+        """As ``bfloat_power``, of integers, with the same bits."""
+        build = self.build
+        zero = self.constant(0, counts)
+        bits = build.select(build.icmp_signed(">", counts, zero), counts, zero)
+        fraction = build.and_(bits, self.constant(127, bits))
+        curve = build.mul(fraction, build.sub(self.constant(128, bits), fraction))
+        curve = build.add(build.mul(curve, self.constant(88, bits)), self.constant(1 << 14, bits))
+        power = build.sub(bits, build.ashr(curve, self.constant(15, bits)))
+        return build.trunc(power, vector(I16, power.type.count))
+
     def _rounded(self, values: Value) -> Value:
         """The nearest int32 of 16 floats; the least one for NaN and below it."""
+        return self.in_registers(self._round, values)
+
+    def _round(self, values: Value) -> Value:
         kind, mask = vector(I32, values.type.count), ir.IntType(16)
+        if values.type.count < LANES:
+            name = "avx.cvt.ps2dq.256" if values.type.count == 8 else "sse2.cvtps2dq"
+            function = self.declare(f"llvm.x86.{name}", kind, (values.type,))
+            return self.build.call(function, [values])
         name = "llvm.x86.avx512.mask.cvtps2dq.512"
         function = self.declare(name, kind, (values.type, kind, mask, I32))
         return self.build.call(function, [values, ir.Constant(kind, None), mask(-1), I32(4)])
@@ -174,6 +266,8 @@ class Emitter:
 
     def inverse(self, values: Value) -> Value:
         """1 / value within 1e-7, of 16 positive normal numbers."""
+        if vector_lanes() < values.type.count:
+            return self.build.fdiv(self.constant(1.0, values), values)
         kind, mask = values.type, ir.IntType(16)
         function = self.declare("llvm.x86.avx512.rcp14.ps.512", kind, (kind, kind, mask))
         near = self.build.call(function, [values, ir.Constant(kind, None), mask(-1)])

@@ -38,7 +38,6 @@ from triptych.kernels.int4.expansion import (
     PREFETCHED,
     SHORTS,
     grid_at,
-    halves,
     levels_of_piece,
 )
 from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES
@@ -127,7 +126,7 @@ class _Expansion:
             step, middle = lines[half]
             first, second = (
                 emitter.fma(level, step, middle)
-                for level in halves(emitter, build.bitcast(levels, vector(I32, LANES)))
+                for level in emitter.halves(build.bitcast(levels, vector(I32, LANES)))
             )
             apart = build.bitcast(build.call(self.round, [second, first]), SHORTS)
             pairs = build.call(self.permute, [apart, order])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.kernels.codegen.jobs import Job, job_start
-from triptych.kernels.codegen.native import multiplies_tiles
+from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles
 from triptych.kernels.codegen.numba_runtime import CACHE_LINE, line_address, pointer, run_team
 from triptych.kernels.floats import KINDS
 from triptych.kernels.int4.layout import OUTPUTS, PIECE, Int4Tiles
@@ -44,8 +44,9 @@ FEW_ROWS = 16
 @cache
 def _product(*, is_for_few_rows: bool) -> ModuleType:
     """The product of this processor."""
-    tiles = "amx_levels" if is_for_few_rows else "amx_product"
-    name = tiles if multiplies_tiles() else "vector_product"
+    name = "vector_product" if multiplies_bfloat() else "word_product"
+    if multiplies_tiles():
+        name = "amx_levels" if is_for_few_rows else "amx_product"
     return import_module(f"triptych.kernels.int4.{name}")
 
 

@@ -37,15 +37,7 @@ def levels_of_piece(emitter, codes):
 
 def grid_at(emitter, pointer):
     """Steps and middles of a group for 16 outputs, as float32."""
-    return halves(emitter, emitter.load(pointer, vector(I32, LANES)))
-
-
-def halves(emitter, words):
-    """The two bfloat16 numbers of each word, as float32."""
-    build = emitter.build
-    lower = build.shl(words, emitter.constant(16, words))
-    upper = build.and_(words, emitter.constant(0xFFFF0000, words))
-    return build.bitcast(lower, FLOATS), build.bitcast(upper, FLOATS)
+    return emitter.halves(emitter.load(pointer, vector(I32, LANES)))
 
 
 @summing_kernel

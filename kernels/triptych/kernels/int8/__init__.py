@@ -5,7 +5,7 @@ it take ``ScaledRows``, so that no pass only finds codes or multiplies by scales
 """
 
 from triptych.kernels.int8 import reference
-from triptych.kernels.int8.product import Int8Product
+from triptych.kernels.int8.product import Int8Product, has_vnni
 from triptych.kernels.int8.rows import QuantizedRows, ScaledRows
 from triptych.kernels.op import Op
 
@@ -15,6 +15,7 @@ __all__ = [
     "ScaledRows",
     "add_norm_quantize",
     "gate_quantize",
+    "has_vnni",
     "quantize_rows",
 ]
 

@@ -1,4 +1,4 @@
-"""oneDNN's product of 8-bit codes, with 32-bit sums.
+"""Products of 8-bit codes, with 32-bit sums: oneDNN's, or without VNNI our own.
 
 Sums of integers are exact, so a row has the same bits whatever the number of rows, the threads and
 the instructions.
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triptych.kernels.blocked_product import ROW_COUNTS, in_pieces
+from triptych.kernels.codegen.native import multiplies_words
+from triptych.kernels.dense.blocked_product import ROW_COUNTS, in_pieces
+from triptych.kernels.dense.vector_product import VectorProduct
 from triptych.kernels.int8.rows import (
     LARGEST_CODE,
     ZERO_CODE,
@@ -19,11 +21,21 @@ from triptych.kernels.int8.rows import (
 )
 
 
+def has_vnni() -> bool:
+    """Whether this processor adds products of 8 bits in 32 bits.
+
+    Without it oneDNN adds pairs of them in 16 bits, which overflow.
+    """
+    has_instructions = torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
+    return bool(has_instructions) and torch.backends.mkldnn.is_available()
+
+
 @dataclass(frozen=True, slots=True)
 class Int8Product:
     """A product with constant weights in 8 bits, one scale for each output."""
 
-    packed: Tensor
+    packed: Tensor | VectorProduct
+    """In oneDNN's layout, or without VNNI in ours."""
     scales: Tensor
     zeros: Tensor
     dtype: torch.dtype
@@ -31,12 +43,8 @@ class Int8Product:
 
     @classmethod
     def takes_here(cls) -> bool:
-        """Whether this processor adds products of 8 bits in 32 bits.
-
-        Without VNNI pairs of them are added in 16 bits, which overflow.
-        """
-        has_vnni = torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
-        return bool(has_vnni) and torch.backends.mkldnn.is_available()
+        """Whether there is a product for this processor."""
+        return has_vnni() or multiplies_words()
 
     @classmethod
     def of(cls, weight: Tensor, dtype: torch.dtype) -> "Int8Product":
@@ -47,18 +55,27 @@ class Int8Product:
         turned = rotate_inputs(weight.float())
         scales = turned.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_CODE
         codes = (turned / scales[:, None]).round().to(torch.int8)
-        packed = torch.ops.onednn.qlinear_prepack(codes, None)
+        has_library = has_vnni()
+        packed = (
+            torch.ops.onednn.qlinear_prepack(codes, None)
+            if has_library
+            else VectorProduct.of(codes)
+        )
         return cls(packed, scales, torch.zeros(len(scales), dtype=torch.int32), dtype)
 
     @property
     def size_bytes(self) -> int:
-        return len(self.scales) * self.packed.shape[0] + self.scales.nbytes
+        packed = self.packed
+        columns = packed.columns if isinstance(packed, VectorProduct) else packed.shape[0]
+        return len(self.scales) * columns + self.scales.nbytes
 
     def __call__(self, rows: QuantizedRows) -> ScaledRows:
         """Shapes:  of (T, in) -> of (T, out)"""
         if not len(rows.codes):
             empty = rows.scales.new_empty(0, len(self.scales), dtype=self.dtype)
             return ScaledRows(empty, rows.scales)
+        if isinstance(self.packed, VectorProduct):
+            return ScaledRows(self.packed(rows.codes, self.dtype, self.scales), rows.scales)
         return ScaledRows(in_pieces(self._multiply, rows.codes, ROW_COUNTS), rows.scales)
 
     def _multiply(self, codes: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triptych.kernels.codec.cpu import load_tokens
-from triptych.kernels.codegen.native import multiplies_bfloat
+from triptych.kernels.codegen.native import multiplies_words
 from triptych.kernels.pages import Past
 from triptych.kernels.prefill.cpu_bfloat import attend
 from triptych.kernels.prefill.cpu_softmax import HIDDEN, softmax_
@@ -84,7 +84,7 @@ def _attend(
     kv_heads, known, _ = keys.key.shape
     is_causal = not reads_all and _has_no_gap(keys, count)
     is_plain = is_causal and window == 0
-    if query.dtype == torch.bfloat16 and softcap == 0 and dim % 2 == 0 and multiplies_bfloat():
+    if query.dtype == torch.bfloat16 and softcap == 0 and dim % 2 == 0 and multiplies_words():
         hidden = None if is_causal else ~visible(keys, count, window, reads_all)
         pair = keys.key, keys.value
         attend(query, *pair, out, scale, window=window, sinks=sinks, sums=sums, hidden=hidden)

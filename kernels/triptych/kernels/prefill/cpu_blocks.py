@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from triptych.kernels.codegen.amx import ROWS as TILE_ROWS
 from triptych.kernels.codegen.amx import add_bfloat_products, load_tile, store_tile, zero_tile
-from triptych.kernels.codegen.native import multiplies_tiles
+from triptych.kernels.codegen.native import multiplies_tiles, vector_lanes
 from triptych.kernels.codegen.numba_runtime import LANES, kernel, pointer
 from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I16, I64, POINTER, Emitter, vector
 from triptych.kernels.prefill.cpu_softmax import HIDDEN
@@ -43,32 +43,54 @@ def multiply(typing_context, rows, row_bytes, columns, pair_bytes, pairs, out, o
     return types.void(*[types.int64] * 7, adds), emit
 
 
-def _vector_product(emitter, rows, columns, out, row_bytes, pair_bytes, pairs, out_bytes, is_added):
+def _vector_product(emitter, *arguments):
+    """In blocks of as many sums as fit in the registers."""
+    is_wide = vector_lanes() == LANES
+    size, every = (ROWS, [(0, 1)]) if is_wide else (ROWS // 2, [(0,), (1,)])
+    for first in range(0, ROWS, size):
+        for halves in every:
+            _block_product(emitter, range(first, first + size), halves, *arguments)
+
+
+def _block_product(
+    emitter,
+    block,
+    halves,
+    rows,
+    columns,
+    out,
+    row_bytes,
+    pair_bytes,
+    pairs,
+    out_bytes,
+    is_added,
+):
+    """Products of the rows of a block with one or both halves of the columns."""
     builder = emitter.build
     places = {
         (row, half): emitter.byte(
             out, builder.add(builder.mul(out_bytes, I64(row)), I64(64 * half))
         )
-        for row in range(ROWS)
-        for half in range(2)
+        for row in block
+        for half in halves
     }
     zero = ir.Constant(WIDE, [0.0] * LANES)
     sums = {
         at: _variable(emitter, emitter.load(place, WIDE) if is_added else zero)
         for at, place in places.items()
     }
-    starts = [emitter.byte(rows, builder.mul(row_bytes, I64(row))) for row in range(ROWS)]
+    starts = {row: emitter.byte(rows, builder.mul(row_bytes, I64(row))) for row in block}
     with emitter.loop(pairs) as index:
         near = emitter.byte(columns, builder.mul(index, pair_bytes))
         kind = vector(BFLOAT, 2 * LANES)
-        halves = [emitter.load(emitter.byte(near, 64 * half), kind) for half in range(2)]
+        parts = {half: emitter.load(emitter.byte(near, 64 * half), kind) for half in halves}
         offset = builder.mul(index, I64(4))
-        for row in range(ROWS):
+        for row in block:
             pair = emitter.splat_pair(emitter.byte(starts[row], offset))
-            for half in range(2):
+            for half in halves:
                 slot = sums[row, half]
                 before = builder.load(slot, typ=WIDE)
-                builder.store(emitter.add_bfloat_pairs(before, halves[half], pair), slot)
+                builder.store(emitter.add_bfloat_pairs(before, parts[half], pair), slot)
     for at, slot in sums.items():
         emitter.store(builder.load(slot, typ=WIDE), places[at])
 

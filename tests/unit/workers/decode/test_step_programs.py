@@ -19,7 +19,7 @@ from transformers import (
 
 from tests.tiny import DIFFKV, byte_tokenizer
 from tests.unit.workers.test_local_server import config, greedy, prompt
-from triptych.kernels import multiplies_bfloat
+from triptych.kernels import multiplies_words
 from triptych.workers.decode.steps import step_programs
 from triptych.workers.decode.steps.step_programs import StepPrograms
 from triptych.workers.local import Completion, LocalServer
@@ -74,7 +74,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-@pytest.mark.skipif(not multiplies_bfloat(), reason="no products of bfloat16")
+@pytest.mark.skipif(not multiplies_words(), reason="not a processor of x86")
 @pytest.mark.parametrize("most", [64, 2])
 @pytest.mark.parametrize(
     "family", ["Llama", "Mistral, window", "Qwen2, biases", "Qwen3, norms of heads"]
@@ -113,7 +113,7 @@ def test_other_steps_run_op_by_op(
 
 def test_only_plain_coordinates_are_those_of_a_program(tmp_path: Path) -> None:
     loaded = load(save("Llama", tmp_path), "bfloat16", quantization="int4")
-    if not multiplies_bfloat():
+    if not multiplies_words():
         assert ModelRunner(loaded, None).centred_blocks is None
         return
     centre = torch.zeros(3, 2, 32)

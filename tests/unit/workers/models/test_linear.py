@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.kernels.blocked_product import (
+from triptych.kernels.dense.blocked_product import (
     FILLED_UP,
     MOST_FILLING,
     ROW_COUNTS,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.kernels import Int4Tiles, multiplies_bfloat
+from triptych.kernels import Int4Tiles, multiplies_words
 from triptych.workers.models.fused.int4_block import Int4Block
 from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.load import load
@@ -160,7 +160,7 @@ def test_the_key_has_all_that_decides_the_bytes() -> None:
     assert len({tiles_key(*each) for each in given}) == len(given)
 
 
-@pytest.mark.skipif(not multiplies_bfloat(), reason="weights in 4 bits have no tiles here")
+@pytest.mark.skipif(not multiplies_words(), reason="weights in 4 bits have no tiles here")
 def test_a_model_is_read_with_the_tiles_of_the_process_before(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.tiny import DIFFKV
 from tests.unit.workers.decode.test_step_programs import no_programs, save
 from tests.unit.workers.test_local_server import config, greedy, prompt
-from triptych.kernels import multiplies_bfloat
+from triptych.kernels import multiplies_words
 from triptych.workers.local import Completion, LocalServer
 from triptych.workers.prefill import prompt_programs
 from triptych.workers.prefill.prompt_programs import PromptPrograms
@@ -48,7 +48,7 @@ def check_same(found: list[Completion], expected: list[Completion]) -> None:
         assert [each.logprob for each in one.logprobs] == [e.logprob for e in other.logprobs]
 
 
-@pytest.mark.skipif(not multiplies_bfloat(), reason="no products of bfloat16")
+@pytest.mark.skipif(not multiplies_words(), reason="not a processor of x86")
 @pytest.mark.parametrize("most", [16, 1])
 @pytest.mark.parametrize(
     "family", ["Llama", "Mistral, window", "Qwen2, biases", "Qwen3, norms of heads"]
@@ -71,7 +71,7 @@ def test_a_program_computes_the_bits_of_its_ops(
     check_same(found, expected)
 
 
-@pytest.mark.skipif(not multiplies_bfloat(), reason="no products of bfloat16")
+@pytest.mark.skipif(not multiplies_words(), reason="not a processor of x86")
 def test_an_output_does_not_depend_on_where_chunks_begin(tmp_path: Path, steps: list[bool]) -> None:
     path, prompts = save("Llama", tmp_path), [prompt(count) for count in PROMPTS]
     fp16: dict[str, object] = {"policy": "uniform:k8v4", "recent_window_tokens": 20}
@@ -83,7 +83,7 @@ def test_an_output_does_not_depend_on_where_chunks_begin(tmp_path: Path, steps: 
     check_same(*by_size)
 
 
-@pytest.mark.skipif(not multiplies_bfloat(), reason="no products of bfloat16")
+@pytest.mark.skipif(not multiplies_words(), reason="not a processor of x86")
 @pytest.mark.parametrize("family", ["Llama", "Mistral, window", "Qwen3, norms of heads"])
 def test_layers_in_parts_have_the_bits_of_chunks(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +110,7 @@ def test_layers_in_parts_have_the_bits_of_chunks(
     check_same(in_parts, whole)
 
 
-@pytest.mark.skipif(not multiplies_bfloat(), reason="no products of bfloat16")
+@pytest.mark.skipif(not multiplies_words(), reason="not a processor of x86")
 def test_methods_that_measure_queries_run_op_by_op(tmp_path: Path, steps: list[bool]) -> None:
     method: dict[str, object] = {"policy": "expected_attention", "kv_rotation": "hadamard"}
     found = answers(save("Llama", tmp_path), [prompt(40)], compressor=method)

@@ -17,8 +17,9 @@ from triptych.kernels import (
     BlockedProduct,
     Int4Tiles,
     Int8Product,
+    VectorProduct,
     in_pieces,
-    multiplies_bfloat,
+    multiplies_words,
     multiply_int4,
     quantize_rows,
 )
@@ -54,7 +55,7 @@ class Packings:
         """
         head: Packing = "int8" if Int8Product.takes_here() else self.head
         layers = self.layers
-        if layers == "dense" and multiplies_bfloat():
+        if layers == "dense" and multiplies_words():
             layers = "int4_if_exact"
         return replace(self, head=head, layers=layers)
 
@@ -104,6 +105,8 @@ def pack(
             return kind.of(grid, bias, weight.dtype)
     if weight.device.type == "cpu" and BlockedProduct.takes(weight.dtype):
         return BlockedLinear.of(weight, bias)
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and multiplies_words():
+        return VectorLinear.of(weight, bias)
     return PlainLinear(weight, bias)
 
 
@@ -163,6 +166,29 @@ class BlockedLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class VectorLinear:
+    """Our product with weights in bfloat16, on processors whose libraries have none."""
+
+    product: VectorProduct
+    bias: Tensor | None
+    """float32"""
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> "VectorLinear":
+        return cls(VectorProduct.of(weight), None if bias is None else bias.float())
+
+    @property
+    def size_bytes(self) -> int:
+        return _bytes_of(self.product.packed, self.bias)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.product(rows, rows.dtype, None, self.bias)
+
+    def for_few_rows(self) -> "VectorLinear":
+        return self
+
+
+@dataclass(frozen=True, slots=True)
 class Int4Linear:
     """A product with 4-bit weights of rows in bfloat16, on processors that multiply these."""
 
@@ -174,7 +200,7 @@ class Int4Linear:
     @classmethod
     def takes(cls, grid: Int4Grid, dtype: torch.dtype) -> bool:
         outputs, fits = len(grid.levels), grid.group % PIECE == 0
-        return multiplies_bfloat() and fits and outputs % OUTPUTS == 0 and dtype == torch.bfloat16
+        return multiplies_words() and fits and outputs % OUTPUTS == 0 and dtype == torch.bfloat16
 
     @classmethod
     def of(cls, grid: Int4Grid, bias: Tensor | None, dtype: torch.dtype) -> "Int4Linear":

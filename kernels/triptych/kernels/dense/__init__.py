@@ -1,0 +1,1 @@
+"""Products with constant weights of 8 or 16 bits."""

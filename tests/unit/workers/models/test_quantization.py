@@ -32,6 +32,7 @@ from triptych.kernels import (
     multiplies_words,
 )
 from triptych.workers.models.facts import describe
+from triptych.workers.models.fused.int4_block import Int4Block
 from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.hf_model import HFModel
 from triptych.workers.models.load import load, packings_of
@@ -369,6 +370,24 @@ def test_prompts_in_8_bits_are_the_default_of_bfloat16_alone(original: Path) -> 
     assert not is_mixed("float16")
     assert not is_mixed("bfloat16", "none")
     assert not is_mixed("bfloat16", "int8")
+
+
+@pytest.mark.skipif(not multiplies_words(), reason="weights in 4 bits have no tiles here")
+def test_prefill_alone_may_round_the_inputs_of_weights_in_4_bits(
+    quantized: dict[str, Path],
+) -> None:
+    def rounds(network: FusedModel) -> bool:
+        block = network._blocks[0]
+        assert isinstance(block, Int4Block)
+        parts = {part.rounds_inputs for part in (block.qkv, block.out, block.gate_up, block.down)}
+        return parts == {True}
+
+    for prompts, is_rounded in (("auto", True), ("none", False)):
+        network = load(quantized["awq"], "bfloat16", prompts=prompts).network
+        assert isinstance(network, FusedModel)
+        assert rounds(network.for_prefill()) is is_rounded
+        assert not rounds(network)
+        assert not rounds(network.for_decode())
 
 
 def test_a_process_keeps_what_its_stages_read() -> None:

@@ -47,6 +47,8 @@ class Packings:
     head: Packing
     prompts: Packing | None = None
     """A second copy of the linear layers, for prefill; None: there is one copy."""
+    rounds_prompts: bool = False
+    """Whether prefill may round the inputs of products with 4-bit weights to 8 bits."""
 
     def made_smaller(self) -> "Packings":
         """With the head in 8 bits, and layers in 4 bits that had been quantized to these.

@@ -39,7 +39,7 @@ def groups() -> list[Group]:
         products = ["vector_product"]
     if multiplies_tiles():
         products = ["amx_product", "amx_levels"]
-    vectors = tuple(f"dense.vector_product:{name}" for name in ("_multiply", "_start"))
+    vectors = tuple(f"dense.register_product:{name}" for name in ("_multiply", "_start"))
     codes = [] if has_vnni() else [vectors]
     return [
         tuple(f"codec.codec_numba:{name}" for name in codec),

@@ -43,8 +43,8 @@ from triptych.workers.models.weights.linear import (
     Int4Linear,
     Int8Linear,
     Packings,
+    RegisterLinear,
     TorchInt4Linear,
-    VectorLinear,
     pack,
     packed_block,
 )
@@ -54,7 +54,7 @@ SaveModel = Callable[[PreTrainedConfig], Path]
 FOUR_BITS = ["gptq", "awq", "w4a16", "w4a16-symmetric"]
 TOKENS = torch.arange(2, 40)
 INT4_KIND = Int4Linear if multiplies_words() else TorchInt4Linear
-DENSE_KIND = BlockedLinear if BlockedProduct.takes(torch.bfloat16) else VectorLinear
+DENSE_KIND = BlockedLinear if BlockedProduct.takes(torch.bfloat16) else RegisterLinear
 IN_4_BITS = Int4Tiles if multiplies_words() else TorchInt4Linear
 
 

@@ -1,6 +1,5 @@
 """``triptych eval claims``: what LeanKV and DiffKV claim, measured on a model."""
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -8,13 +7,12 @@ import typer
 from rich.progress import TaskID
 
 from triptych.cli.list_options import names
-from triptych.cli.output import console, make_table, progress_bars, write_json
+from triptych.cli.output import console, make_table, progress_bars
 from triptych.cli.quality.evaluate import show_ablated
 from triptych.core.config import ModelConfig
-from triptych.loadgen.report.host import host_info
 
 if TYPE_CHECKING:
-    from triptych.evals.claims.claims_study import ClaimsResults
+    from triptych.evals.claims.claims_results import ClaimsResults
 
 DEFAULT_MODEL = ModelConfig().name
 COLUMNS = ("part", "figure", "mean", "+-", "95 %")
@@ -53,13 +51,19 @@ def claims(
         ),
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file.")
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Write the figures to this file, after each part of each draw; a run that was "
+            "stopped continues with the same options.",
+        ),
     ] = None,
 ) -> None:
     """Measure what LeanKV and DiffKV claim about attention, tokens, bytes and long answers.
 
     Means, deviations and 95 % intervals are over the seeds, which differ in texts.
     """
+    from triptych.cli.quality.claims_file import ClaimsFile
     from triptych.evals.claims.claims_study import ClaimsStudy, measure_claims
 
     study = ClaimsStudy(
@@ -75,7 +79,7 @@ def claims(
         split=split,
     )
     study = study.quick() if quick else study
-    host, started = host_info(), time.monotonic()
+    file = ClaimsFile.open(json_file, study.conditions)
     bars = progress_bars(24)
     ids = dict[str, TaskID]()
 
@@ -83,10 +87,13 @@ def claims(
         ids[name] = bars.add_task(name, total=count)
 
     with bars:
-        found = measure_claims(study, begin, lambda name, count: bars.advance(ids[name], count))
-    if json_file:
-        seconds = {"seconds": round(time.monotonic() - started, 1)}
-        write_json({"host": host, **seconds, **found.as_json()}, json_file)
+        found = measure_claims(
+            study,
+            file.known,
+            begin,
+            lambda name, count: bars.advance(ids[name], count),
+            file.write,
+        )
     _show(found)
 
 

@@ -3,12 +3,13 @@
 Each part returns named figures for a draw of texts; means and intervals are over draws.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from triptych.core.config import AppConfig, ModelConfig, require
 from triptych.core.errors import ConfigError
 from triptych.evals.claims.attention_shape import critical_tokens, ranges
+from triptych.evals.claims.claims_results import ClaimsResults
 from triptych.evals.claims.draw import ClaimModel, Draw
 from triptych.evals.claims.head_sparsity import dynamic_over_static
 from triptych.evals.claims.integer_products import integer_products
@@ -17,15 +18,8 @@ from triptych.evals.claims.precision_levels import four_levels
 from triptych.evals.claims.scorer_memory import scorer_peaks
 from triptych.evals.claims.token_classes import token_classes
 from triptych.evals.data.texts import Split, text_hash
-from triptych.evals.studies.ablation import (
-    T_975,
-    Ablation,
-    AblationResults,
-    Advance,
-    Begin,
-    SeedStats,
-    ablate,
-)
+from triptych.evals.studies.ablation import T_975, Ablation, Advance, Begin, ablate
+from triptych.workers.models.compression_profile import find_profile
 
 AXES = ("pruning", "low_format", "levels", "combination", "shares", "answers")
 """Axes of the ablation that belong to the claims."""
@@ -76,10 +70,32 @@ class ClaimsStudy:
         every = (*PARTS, ABLATION)
         return tuple(part for part in every if part in (self.parts or every))
 
+    @property
+    def conditions(self) -> dict[str, object]:
+        """All on which figures depend; the parts that run do not change those of others.
+
+        Raises: ModelError if there is no such model
+        """
+        facts = ClaimModel.find(self.model).facts
+        profile = find_profile(self.base, facts)
+        left_out = {"base", "parts"}
+        return {
+            "text_hash": text_hash(self.split),
+            "model_revision": facts.revision,
+            "profile": None if profile is None else asdict(profile.settings),
+            "default_compressor": asdict(self.base.compressor),
+            **{name: value for name, value in vars(self).items() if name not in left_out},
+        }
+
+    @property
+    def seed_numbers(self) -> range:
+        """Seed 0 is left out."""
+        return range(1, self.seeds + 1)
+
     def draws(self) -> Iterator[Draw]:
-        """One draw for each seed; seed 0 is left out."""
+        """One draw for each seed."""
         model = ClaimModel.find(self.model)
-        for seed in range(1, self.seeds + 1):
+        for seed in self.seed_numbers:
             yield Draw(model, seed, self.context, self.documents, self.steps, self.split, self.base)
 
     def ablation(self) -> Ablation:
@@ -116,58 +132,30 @@ PARTS: dict[str, Measure] = {
 """By part: the figures of a draw; none where it is not measured."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClaimFigure:
-    """One figure of a part over all draws."""
-
-    part: str
-    name: str
-    stats: SeedStats
+Keep = Callable[[ClaimsResults], None]
+"""Called after each part of a draw, with all that has been measured so far."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClaimsResults:
-    """Figures with the conditions of the run."""
-
-    conditions: dict[str, object]
-    figures: list[ClaimFigure]
-    ablation: AblationResults | None
-
-    def as_json(self) -> dict[str, object]:
-        axes = {} if self.ablation is None else {"ablation": self.ablation.as_json()}
-        figures = [asdict(figure) for figure in self.figures]
-        return {"conditions": self.conditions, "figures": figures, **axes}
-
-
-def measure_claims(study: ClaimsStudy, begin: Begin, advance: Advance) -> ClaimsResults:
-    """Run all parts.
+def measure_claims(
+    study: ClaimsStudy, found: ClaimsResults, begin: Begin, advance: Advance, keep: Keep
+) -> ClaimsResults:
+    """Run all parts that ``found`` does not have.
 
     Raises: ConfigError for a wrong setting or too little text; ModelError for a model with sliding
             windows or softcaps, or if a request fails
     """
     parts = [part for part in study.chosen if part != ABLATION]
     for part in parts:
-        begin(part, study.seeds)
-    values: dict[str, list[Mapping[str, float]]] = {part: [] for part in parts}
-    for draw in study.draws() if parts else ():
+        known = [found.has_draw(part, seed) for seed in study.seed_numbers]
+        if not all(known):
+            begin(part, known.count(False))
+    for draw in study.draws():
         for part in parts:
-            if found := PARTS[part](draw, study):
-                values[part].append(found)
-            advance(part, 1)
-    is_ablated = ABLATION in study.chosen
-    return ClaimsResults(
-        conditions={
-            "text_hash": text_hash(study.split),
-            **{key: value for key, value in vars(study).items() if key != "base"},
-        },
-        figures=[figure for part in parts for figure in _figures(part, values[part])],
-        ablation=ablate(study.ablation(), begin, advance) if is_ablated else None,
-    )
-
-
-def _figures(part: str, draws: Sequence[Mapping[str, float]]) -> Iterator[ClaimFigure]:
-    """Figures that all draws have: a draw of few texts may lack a kind of text."""
-    for name in draws[0] if draws else ():
-        found = [draw[name] for draw in draws if name in draw]
-        if len(found) == len(draws):
-            yield ClaimFigure(part=part, name=name, stats=SeedStats.of(found))
+            if not found.has_draw(part, draw.seed):
+                found = found.with_draw(part, draw.seed, PARTS[part](draw, study))
+                keep(found)
+                advance(part, 1)
+    if ABLATION in study.chosen and found.ablation is None:
+        found = replace(found, ablation=ablate(study.ablation(), begin, advance))
+        keep(found)
+    return found

@@ -1,6 +1,8 @@
 """Figures of the claims of LeanKV and DiffKV: exact on inputs whose answer is known."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +17,8 @@ from triptych.core.messages import ClassShares
 from triptych.core.pages import PagePlan
 from triptych.core.policy import Policy
 from triptych.evals.claims.attention_shape import context_weights, critical_shares
-from triptych.evals.claims.claims_study import (
-    AXES,
-    PARTS,
-    ClaimsResults,
-    ClaimsStudy,
-    measure_claims,
-)
+from triptych.evals.claims.claims_results import ClaimsResults
+from triptych.evals.claims.claims_study import AXES, PARTS, ClaimsStudy, Keep, measure_claims
 from triptych.evals.claims.draw import ClaimModel, Draw
 from triptych.evals.claims.head_sparsity import kept
 from triptych.evals.claims.integer_products import integer_products
@@ -141,7 +138,13 @@ def found(tiny_model: Path) -> ClaimsResults:
         steps=12,
         answer_tokens=24,
     )
-    return measure_claims(study, lambda _n, _c: None, lambda _n, _c: None)
+    return measured(study, ClaimsResults(conditions=study.conditions))
+
+
+def measured(
+    study: ClaimsStudy, known: ClaimsResults, keep: Keep = lambda _f: None
+) -> ClaimsResults:
+    return measure_claims(study, known, lambda _n, _c: None, lambda _n, _c: None, keep)
 
 
 def test_every_part_has_figures_with_intervals(found: ClaimsResults) -> None:
@@ -155,6 +158,52 @@ def test_every_part_has_figures_with_intervals(found: ClaimsResults) -> None:
     assert by_name["default, repetition: waste of fixed slots"] >= 0
     assert by_name["leankv: tokens before greedy answers part"] <= 6
     assert "snapkv: KL, steps 0 to 6" in by_name
+
+
+def test_figures_are_read_back(found: ClaimsResults) -> None:
+    read = ClaimsResults.from_json(json.loads(json.dumps(found.as_json())))
+    assert read.figures == found.figures
+    assert read.draws == found.draws
+
+
+def test_a_stopped_run_continues_where_it_was(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[tuple[str, int]]()
+    stop_at = ("critical", 2)
+
+    def part(name: str) -> Callable[[Draw, ClaimsStudy], dict[str, float]]:
+        def measure(draw: Draw, _study: ClaimsStudy) -> dict[str, float]:
+            if (name, draw.seed) == stop_at:
+                raise KeyboardInterrupt
+            calls.append((name, draw.seed))
+            return {} if draw.seed == 3 else {"figure": float(draw.seed)}
+
+        return measure
+
+    for name in ("ranges", "critical"):
+        monkeypatch.setitem(PARTS, name, part(name))
+    study = ClaimsStudy(model=str(tiny_model), parts=("ranges", "critical"), seeds=3)
+    kept = [ClaimsResults(conditions=study.conditions)]
+    with pytest.raises(KeyboardInterrupt):
+        measured(study, kept[0], kept.append)
+    assert calls == [("ranges", 1), ("critical", 1), ("ranges", 2)]
+    assert not kept[-1].figures
+    stop_at = ("", 0)
+    complete = measured(study, kept[-1], kept.append)
+    assert calls[3:] == [("critical", 2), ("ranges", 3), ("critical", 3)]
+    assert [(one.part, one.stats.mean) for one in complete.figures] == [
+        ("ranges", 1.5),
+        ("critical", 1.5),
+    ]
+    assert measured(study, complete) == complete
+    assert len(calls) == 6
+
+
+def test_other_parts_have_the_same_conditions(tiny_model: Path) -> None:
+    study = ClaimsStudy(model=str(tiny_model), parts=("ranges",))
+    assert replace(study, parts=("drift",)).conditions == study.conditions
+    assert replace(study, seeds=3).conditions != study.conditions
 
 
 def test_parts_and_axes_are_those_that_there_are() -> None:

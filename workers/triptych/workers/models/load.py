@@ -142,7 +142,7 @@ def packings_of(layers: Packing, stages: Collection[Stage], *, in_int8: bool) ->
     """How a process packs the weights that its stages read.
 
     >>> packings_of("dense", ["prefill"], in_int8=True)
-    Packings(layers='int8', head='dense', prompts=None)
+    Packings(layers='int8', head='dense', prompts=None, rounds_prompts=False)
     """
     head: Packing = "int8" if layers == "int8" else "dense"
     if not in_int8 or "prefill" not in stages:

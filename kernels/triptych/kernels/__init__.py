@@ -31,7 +31,7 @@ from triptych.kernels.decode import (
     score_tokens,
 )
 from triptych.kernels.dense.blocked_product import BlockedProduct, in_pieces
-from triptych.kernels.dense.vector_product import VectorProduct
+from triptych.kernels.dense.register_product import RegisterProduct
 from triptych.kernels.draw import draw_tokens
 from triptych.kernels.int4 import Int4Tiles, add_norm_multiply_int4, multiply_int4
 from triptych.kernels.int8 import (
@@ -76,12 +76,12 @@ __all__ = [
     "PageLists",
     "Past",
     "QuantizedRows",
+    "RegisterProduct",
     "Retirement",
     "Rule",
     "ScaledRows",
     "Section",
     "Summaries",
-    "VectorProduct",
     "add_norm",
     "add_norm_multiply_int4",
     "add_norm_quantize",

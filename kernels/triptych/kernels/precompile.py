@@ -16,6 +16,7 @@ from importlib import import_module
 from triptych.core.config.machine import usable_cores
 from triptych.kernels.codegen.kernel_cache import EntryPoint, kernel_cache_dir
 from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles, multiplies_words
+from triptych.kernels.int8.product import has_vnni
 
 COMPILED, FOUND = b"c", b"f"
 Group = tuple[str, ...]
@@ -25,7 +26,7 @@ Group = tuple[str, ...]
 def groups() -> list[Group]:
     """Kernels of a model with the default settings on this processor, the longest group first."""
     codec, attention = ("move", "append", "start_append"), ("attend", "take_runs", "record")
-    parts, products = ("_work", "_start"), ["word_product"]
+    parts, products = ("_work", "_start"), ["integer_product"]
     if multiplies_words():
         prompts: list[Group] = [
             ("prefill.cpu_bfloat:_work", "prefill.cpu_bfloat:_pack", "prefill.cpu_bfloat:_start"),
@@ -38,6 +39,8 @@ def groups() -> list[Group]:
         products = ["vector_product"]
     if multiplies_tiles():
         products = ["amx_product", "amx_levels"]
+    vectors = tuple(f"dense.register_product:{name}" for name in ("_multiply", "_start"))
+    codes = [] if has_vnni() else [vectors]
     return [
         tuple(f"codec.codec_numba:{name}" for name in codec),
         *prompts,
@@ -49,6 +52,7 @@ def groups() -> list[Group]:
         tuple(f"pointwise.cpu_rotation:{name}" for name in parts),
         ("logits.cpu:_work",),
         ("int8.cpu:_work",),
+        *codes,
         tuple(f"pointwise.cpu:{name}" for name in parts),
     ]
 

@@ -31,8 +31,8 @@ import torch
 from tests.fake_driver import FakeDriver
 from tests.integration.faults.points import (
     EXIT_CODE,
-    GIVEN_UP,
     LAST_ACTS,
+    LAST_GIVEN_UP,
     POINTS,
     TAKEOVER,
     Board,
@@ -573,9 +573,11 @@ class Worker(WorkerReplica):
             return
         assert isinstance(arenas, DeviceArenas)
         assert isinstance(arenas.driver, FakeDriver)
-        attached = [(lease, ids) for lease, ids in cache._attached.items() if lease not in GIVEN_UP]
+        given_up = LAST_GIVEN_UP[0]
+        attached = [it for it in cache._attached.items() if it[0] not in given_up.leases]
         held = [ids[cache._where[ids] == lease] for lease, ids in attached]
         held = np.concatenate([np.flatnonzero(cache._where == _TAKEN), *held])
+        held = held[~np.isin(held, given_up.pages)]
         if not arenas.stores_at_host:
             held = held[arenas.arenas_of(held) > 0]
         for page in held[:LATE_WRITES].tolist():

@@ -18,6 +18,7 @@ from triptych.kvpool.rpc.calls import (
     ReleaseLeases,
 )
 from triptych.kvpool.rpc.local_pool import PoolCall
+from triptych.kvpool.rpc.messages import PrefixBlocks
 from triptych.kvpool.rpc.prefix_calls import FindPrefix, KeepSession, PinPrefix, PublishPrefix
 from triptych.kvpool.rpc.stub import PoolStub
 from triptych.router.events.progress import Progress
@@ -36,6 +37,8 @@ from triptych.workers.prefill.chunk_pass import ChunkPass
 from triptych.workers.prefill.prefill_engine import PrefillEngine
 
 EXIT_CODE = 66
+NO_LIMIT = 2**31 - 1
+"""More pages than any pool has."""
 TAKEOVER = "takeover worker"
 POOL = "pool"
 
@@ -188,9 +191,23 @@ FIRST_DEATH = Point("decode", "before", "compute")
 LAST_ACTS = list[Callable[[], None]]()
 """What this process does before it dies at a point."""
 
-GIVEN_UP = set[LeaseId]()
-"""Leases that the pool ended in the last call, after which this process may die. It waits for its
-device before such a call, so nothing that is queued there writes to their pages."""
+
+@dataclass(frozen=True)
+class GivenUp:
+    """What the pool took over from this process in a call, after which the process may die.
+
+    It waits for its device before such a call, so nothing that is queued there writes to these
+    pages.
+    """
+
+    leases: Sequence[LeaseId] = ()
+    """Leases that ended."""
+    pages: Sequence[int] = ()
+    """Pages of blocks that the prefix cache added."""
+
+
+LAST_GIVEN_UP = [GivenUp()]
+"""That of the last call."""
 
 Counters = MutableSequence[int]
 """One number for each of ``POINTS``, shared by all processes."""
@@ -257,20 +274,24 @@ def _watched(
             return work(*args, **kwargs)
         board.hit(index)
         result = work(*args, **kwargs)
-        GIVEN_UP.clear()
-        GIVEN_UP.update(leases_ended_by(args[1]) if sent else ())
+        LAST_GIVEN_UP[0] = given_up_by(args[1], result) if sent else GivenUp()
         board.hit(index + 1)
         return result
 
     return watched
 
 
-def leases_ended_by(call: object) -> Sequence[LeaseId]:
-    """Leases that are no longer the worker's when the pool has run a call."""
-    match call:
-        case HandOff():
-            return call.releases
-        case ReleaseLeases():
-            return call.leases
+def given_up_by(call: object, result: object) -> GivenUp:
+    """What is no longer the worker's when the pool has run a call."""
+    match call, result:
+        case HandOff(), _:
+            return GivenUp(leases=call.releases)
+        case ReleaseLeases(), _:
+            return GivenUp(leases=call.leases)
+        case PublishPrefix(), PrefixBlocks(blocks=added):
+            blocks = call.blocks[len(call.blocks) - added :]
+            return GivenUp(
+                pages=[page for block in blocks for page in block.ids(NO_LIMIT).tolist()]
+            )
         case _:
-            return ()
+            return GivenUp()

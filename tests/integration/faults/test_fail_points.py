@@ -61,6 +61,7 @@ APART = [
     Point("compress", "before", "commit"),
     Point("compress", "after", "commit"),
     Point("decode", "after", "close a retirement"),
+    Point("decode", "after", "publish the answer"),
     Point(TAKEOVER, "after", "adopt"),
 ]
 

@@ -28,9 +28,9 @@ def vector_lanes() -> int:
 
 @cache
 def multiplies_words() -> bool:
-    """Whether this machine multiplies vectors of 16-bit integers and adds neighbours."""
+    """Whether this machine multiplies vectors of 8-bit and 16-bit integers and adds neighbours."""
     features = llvm.get_host_cpu_features()
-    return bool(features.get("avx512bw") if vector_lanes() == 16 else features.get("sse2"))
+    return bool(features.get("avx512bw") if vector_lanes() == 16 else features.get("ssse3"))
 
 
 @cache

@@ -105,19 +105,32 @@ class Emitter:
         return self.in_registers(self._add_word_pairs, sums, left, right)
 
     def _add_word_pairs(self, sums: Value, left: Value, right: Value) -> Value:
-        kind, lanes = left.type, sums.type.count
-        name = {16: "avx512.pmaddw.d.512", 8: "avx2.pmadd.wd", 4: "sse2.pmadd.wd"}[lanes]
-        function = self.declare(f"llvm.x86.{name}", sums.type, (kind, kind))
-        products = self.build.call(function, [left, right])
+        names = {16: "avx512.pmaddw.d.512", 8: "avx2.pmadd.wd", 4: "sse2.pmadd.wd"}
+        return self._add_pairs(names[sums.type.count], sums, left, right)
+
+    def add_byte_pairs(self, sums: Value, left: Value, right: Value) -> Value:
+        """Add products of unsigned and signed 8-bit integers, of two neighbours to each of 16 bits.
+
+        They are saturated.
+        """
+        return self.in_registers(self._add_byte_pairs, sums, left, right)
+
+    def _add_byte_pairs(self, sums: Value, left: Value, right: Value) -> Value:
+        names = {32: "avx512.pmaddubs.w.512", 16: "avx2.pmadd.ub.sw", 8: "ssse3.pmadd.ub.sw.128"}
+        return self._add_pairs(names[sums.type.count], sums, left, right)
+
+    def _add_pairs(self, name: str, sums: Value, left: Value, right: Value) -> Value:
+        function = self.declare(f"llvm.x86.{name}", sums.type, (left.type, right.type))
+        total = self.build.add(sums, self.build.call(function, [left, right]))
         # LLVM would add integers in another order, with sums that do not fit in registers: it does
         # not know what this assembly returns.
         same = ir.FunctionType(sums.type, (sums.type,))
-        return self.build.asm(same, "", "=v,0", [self.build.add(sums, products)], side_effect=False)
+        return self.build.asm(same, "", "=v,0", [total], side_effect=False)
 
     def in_registers(self, operate: Callable[..., Value], first: Value, *others: Value) -> Value:
         """An operation on vectors, for as many lanes of the first at a time as a register has."""
-        lanes = first.type.count
-        count = max(1, lanes // vector_lanes())
+        bits = first.type.count * (32 if first.type.element == FLOAT else first.type.element.width)
+        count = max(1, bits // (32 * vector_lanes()))
         vectors = (first, *others)
         parts = [
             operate(*(self.lanes(each, part, count) for each in vectors)) for part in range(count)

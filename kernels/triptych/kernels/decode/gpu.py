@@ -21,11 +21,13 @@ from triptych.kernels.triton.launch import (
     check_device,
     factors_of,
     has_asm,
+    is_for_amd,
     power_of_two,
     processors,
 )
 from triptych.kernels.triton.triton_layout import (
     MIN_DOT,
+    WIDE_DIM,
     chunk_of,
     form_of,
     page_list_arguments,
@@ -63,13 +65,12 @@ PAGE_REGISTERS = {False: 128, True: 168}
 multiprocessor. On an H200 128 take 0.75 of the time that 255 take, although they spill."""
 PAGE_SPILLS = 512
 """Bytes of these registers that may spill."""
-WIDE_DIM = 256
-"""Channels of a head above which programs share the query heads of a KV head."""
 WIDE_GROUP = 8
-"""Most query heads of such a program: the outputs of more do not fit in its registers."""
+"""Most query heads of a program of wide heads: the outputs of more do not fit in its registers.
+Programs share the query heads of a KV head."""
 WIDE_SPILLS = 2048
-"""Bytes of its registers that may spill: on an sm_90 120 with 16-bit queries, 1,752 with float32
-ones. These kernels were compiled and interpreted, and did not run on a GPU."""
+"""Bytes of its registers that may spill on GPUs of NVIDIA: on an sm_90 168 with 16-bit queries,
+1,768 with float32 ones. These kernels were compiled and interpreted, and did not run on a GPU."""
 MAX_WARPS = 8
 """Most warps of a program: each thread may then have 255 registers."""
 MIN_COLUMNS = 8
@@ -358,7 +359,7 @@ class Prepared:
     def registers(self) -> tuple[int, int]:
         """Most registers of a thread, and bytes of them that may spill."""
         if self.query.shape[2] > WIDE_DIM:
-            return 255, WIDE_SPILLS
+            return 255, 0 if is_for_amd() else WIDE_SPILLS
         if not self.is_paged or self.tile.warps > 1:
             return 255, 0
         return PAGE_REGISTERS[self.is_heavy], PAGE_SPILLS

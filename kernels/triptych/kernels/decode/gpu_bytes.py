@@ -15,6 +15,8 @@ Source: integer attention as in SageAttention (Zhang et al., 2025), with exact q
 import triton
 import triton.language as tl
 
+from triptych.kernels.triton.page_access import sliced_dot
+
 ASM = "{{ .reg .b32 moved; shr.u32 moved, $1, {shift}; and.b32 $0, moved, {mask:#010x}; }}"
 """Take a part of four packed bytes."""
 
@@ -72,18 +74,21 @@ def byte_codes(units, bits: tl.constexpr, part: tl.constexpr, HAS_ASM: tl.conste
 
 
 @triton.jit
-def byte_logits(parts, key, PAGE: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr):
+def byte_logits(parts, key, READ: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr):
     """Products of a query with the codes of a page's keys, float32 [tokens, heads].
 
     Codes of 8 bits are less by 128. ``parts``: of ``byte_query``; ``key``: packed [units, tokens].
     """
-    logits = tl.zeros([PAGE, HEADS], tl.float32)
+    logits = tl.zeros([READ, HEADS], tl.float32)
     factor = 1.0 / LARGEST
     for digit in tl.static_range(len(parts[0])):
-        total = tl.zeros([PAGE, HEADS], tl.int32)
+        total = tl.zeros([READ, HEADS], tl.int32)
         for share in tl.static_range(len(parts)):
             codes = tl.trans(byte_codes(key, FORM.key_bits, share, FORM.has_asm))
-            total = tl.dot(codes, parts[share][digit], total, out_dtype=tl.int32)
+            if FORM.slices > 1:
+                total += sliced_dot(codes, parts[share][digit], FORM.slices, tl.int32)
+            else:
+                total = tl.dot(codes, parts[share][digit], total, out_dtype=tl.int32)
         logits += total.to(tl.float32) * factor
         factor = factor / BASE
     return logits

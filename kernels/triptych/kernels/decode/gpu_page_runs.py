@@ -15,6 +15,7 @@ from triptych.kernels.triton.page_access import (
     metadata_of,
     positions_of,
     query_part,
+    sliced_dot,
     split_parts,
     token_scales,
     words_of,
@@ -64,11 +65,16 @@ def units_of(start, offset, units: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def added(total, codes, high, low, EXACT: tl.constexpr):
+def added(total, codes, high, low, EXACT: tl.constexpr, SLICES: tl.constexpr = 1):
     """``total + codes @ (high + low)`` in float32; without ``EXACT`` only ``high``."""
-    total = tl.dot(codes, high, total)
-    if EXACT:
-        total = tl.dot(codes, low, total)
+    if SLICES > 1:
+        total += sliced_dot(codes, high, SLICES)
+        if EXACT:
+            total += sliced_dot(codes, low, SLICES)
+    else:
+        total = tl.dot(codes, high, total)
+        if EXACT:
+            total = tl.dot(codes, low, total)
     return total
 
 
@@ -119,13 +125,9 @@ def attend_pages(
 
     Returns peak and sum of weights [heads], and the unnormalised output of each part.
     """
-    PAGE: tl.constexpr = FORM.page_tile
+    READ: tl.constexpr = FORM.read_tile
+    READS: tl.constexpr = (FORM.tokens + READ - 1) // READ
     PARTS: tl.constexpr = FORM.parts_of_value
-    token = tl.arange(0, PAGE)
-    inside = tl.minimum(token, FORM.tokens - 1)  # rows beyond a page are not read
-    key_unit = tl.arange(0, FORM.key_tile)
-    key_at = key_unit[:, None] * FORM.key_unit_stride + inside[None, :] * FORM.key_stride
-    value_at = inside[:, None] * FORM.value_units + tl.arange(0, FORM.value_tile)[None, :]
     split = transposed(split)
     digits = ()
     if FORM.has_byte_keys:
@@ -137,7 +139,13 @@ def attend_pages(
     outs = ()
     for _share in tl.static_range(PARTS):
         outs = outs + (tl.full([FORM.value_tile, HEADS], 0.0, tl.float32),)
-    for tile in range(first, last):
+    for read in range(first * READS, last * READS):
+        tile = read // READS
+        token = read % READS * READ + tl.arange(0, READ)
+        inside = tl.minimum(token, FORM.tokens - 1)  # rows beyond a page are not read
+        key_unit = tl.arange(0, FORM.key_tile)
+        key_at = key_unit[:, None] * FORM.key_unit_stride + inside[None, :] * FORM.key_stride
+        value_at = inside[:, None] * FORM.value_units + tl.arange(0, FORM.value_tile)[None, :]
         page, is_known = page_at(
             arena, page_count, table, width, stride, tile, FORM, BACKWARD, listed, base
         )
@@ -147,7 +155,7 @@ def attend_pages(
         scale, zero = metadata_of(page, token, live, FORM, False)
         if FORM.by_channel:
             own, offset, divisor = page_query(query, page, G, HEADS, FORM)
-            logits = page_logits(transposed(own), key, PAGE, HEADS, FORM, EXACT)
+            logits = page_logits(transposed(own), key, READ, HEADS, FORM, EXACT)
             logits = logits * divisor[None, :] + offset[None, :]
             if FORM.is_balanced:
                 logits = logits * token_scales(page, token, live, FORM)[:, None]
@@ -155,11 +163,11 @@ def attend_pages(
         else:
             key_scale, key_zero = metadata_of(page, token, live, FORM, True)
             if FORM.has_byte_keys:
-                logits = byte_logits(digits, key, PAGE, HEADS, FORM)
+                logits = byte_logits(digits, key, READ, HEADS, FORM)
                 if FORM.key_bits == 8:
                     key_zero += 128.0 * key_scale
             else:
-                logits = page_logits(split, key, PAGE, HEADS, FORM, EXACT)
+                logits = page_logits(split, key, READ, HEADS, FORM, EXACT)
             logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
             logits = logits * (unit * factor)[None, :]
         logits = biased(capped(logits, cap, CAPPED), page, token, live, FORM)
@@ -193,14 +201,15 @@ def attend_pages(
 
 @triton.jit
 def page_logits(
-    split, key, PAGE: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr
+    split, key, READ: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
     """Products of a query with the codes of a page's keys, float32 [tokens, heads]."""
     PARTS: tl.constexpr = FORM.parts_of_key
-    logits = tl.zeros([PAGE, HEADS], tl.float32)
+    logits = tl.zeros([READ, HEADS], tl.float32)
     for share in tl.static_range(PARTS):
         codes = unpacked(key, FORM.key_bits, share, FORM.is_float, FORM.has_asm)
-        logits = added(logits, tl.trans(codes), split[share][0], split[share][1], EXACT)
+        high, low = split[share]
+        logits = added(logits, tl.trans(codes), high, low, EXACT, FORM.slices)
     return logits
 
 

@@ -170,11 +170,12 @@ def attend_tokens(
         logits = tl.zeros([TILE, HEADS], tl.float32)
         codes = key_units(page, row, live, FORM)
         if FORM.key_bits == 8:
-            logits = added(logits, numbers_of_codes(codes, FORM.is_float), high, low, EXACT)
+            numbers = numbers_of_codes(codes, FORM.is_float)
+            logits = added(logits, numbers, high, low, EXACT, FORM.slices)
             key_scale, key_zero = metadata_of(page, row, live, FORM, True)
             logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
         else:
-            logits = added(logits, codes, high, low, EXACT)
+            logits = added(logits, codes, high, low, EXACT, FORM.slices)
         logits = biased(capped(logits * factor[None, :], cap, CAPPED), page, row, live, FORM)
         shown = live
         if is_windowed:

@@ -42,9 +42,11 @@ FEW_ROWS = 16
 
 
 @cache
-def _product(*, is_for_few_rows: bool) -> ModuleType:
+def _product(*, is_for_few_rows: bool, rounds_inputs: bool) -> ModuleType:
     """The product of this processor."""
-    name = "vector_product" if multiplies_bfloat() else "word_product"
+    name = "byte_product" if rounds_inputs else "word_product"
+    if multiplies_bfloat():
+        name = "vector_product"
     if multiplies_tiles():
         name = "amx_levels" if is_for_few_rows else "amx_product"
     return import_module(f"triptych.kernels.int4.{name}")
@@ -145,7 +147,10 @@ def _job(
     if bias is not None and weights.is_gated:
         raise ConfigError("gated weights take no bias")
     bias = _zeros(outputs) if bias is None else bias.contiguous()
-    product, count = _product(is_for_few_rows=weights.is_for_few_rows), len(like)
+    product, count = (
+        _product(is_for_few_rows=weights.is_for_few_rows, rounds_inputs=weights.rounds_inputs),
+        len(like),
+    )
     words = np.empty(WORDS, np.int64)
     STATIC.pack_into(
         words.data,

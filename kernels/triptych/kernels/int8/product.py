@@ -11,7 +11,7 @@ from torch import Tensor
 
 from triptych.kernels.codegen.native import multiplies_words
 from triptych.kernels.dense.blocked_product import ROW_COUNTS, in_pieces
-from triptych.kernels.dense.vector_product import VectorProduct
+from triptych.kernels.dense.register_product import RegisterProduct
 from triptych.kernels.int8.rows import (
     LARGEST_CODE,
     ZERO_CODE,
@@ -34,7 +34,7 @@ def has_vnni() -> bool:
 class Int8Product:
     """A product with constant weights in 8 bits, one scale for each output."""
 
-    packed: Tensor | VectorProduct
+    packed: Tensor | RegisterProduct
     """In oneDNN's layout, or without VNNI in ours."""
     scales: Tensor
     zeros: Tensor
@@ -59,14 +59,14 @@ class Int8Product:
         packed = (
             torch.ops.onednn.qlinear_prepack(codes, None)
             if has_library
-            else VectorProduct.of(codes)
+            else RegisterProduct.of(codes)
         )
         return cls(packed, scales, torch.zeros(len(scales), dtype=torch.int32), dtype)
 
     @property
     def size_bytes(self) -> int:
         packed = self.packed
-        columns = packed.columns if isinstance(packed, VectorProduct) else packed.shape[0]
+        columns = packed.columns if isinstance(packed, RegisterProduct) else packed.shape[0]
         return len(self.scales) * columns + self.scales.nbytes
 
     def __call__(self, rows: QuantizedRows) -> ScaledRows:
@@ -74,7 +74,7 @@ class Int8Product:
         if not len(rows.codes):
             empty = rows.scales.new_empty(0, len(self.scales), dtype=self.dtype)
             return ScaledRows(empty, rows.scales)
-        if isinstance(self.packed, VectorProduct):
+        if isinstance(self.packed, RegisterProduct):
             return ScaledRows(self.packed(rows.codes, self.dtype, self.scales), rows.scales)
         return ScaledRows(in_pieces(self._multiply, rows.codes, ROW_COUNTS), rows.scales)
 

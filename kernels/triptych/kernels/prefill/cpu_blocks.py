@@ -43,54 +43,55 @@ def multiply(typing_context, rows, row_bytes, columns, pair_bytes, pairs, out, o
     return types.void(*[types.int64] * 7, adds), emit
 
 
-def _vector_product(emitter, *arguments):
+def _vector_product(emitter, rows, columns, out, row_bytes, pair_bytes, pairs, out_bytes, is_added):
     """In blocks of as many sums as fit in the registers."""
-    is_wide = vector_lanes() == LANES
-    size, every = (ROWS, [(0, 1)]) if is_wide else (ROWS // 2, [(0,), (1,)])
-    for first in range(0, ROWS, size):
-        for halves in every:
-            _block_product(emitter, range(first, first + size), halves, *arguments)
+    builder = emitter.build
+    count, halves = (ROWS, 2) if vector_lanes() == LANES else (ROWS // 2, 1)
+    with (
+        emitter.loop(I64(ROWS // count)) as block,
+        emitter.loop(I64(2 // halves)) as half,
+    ):
+        first, offset = builder.mul(block, I64(count)), builder.mul(half, I64(64))
+        places = [
+            emitter.byte(near, builder.mul(size, first))
+            for near, size in ((rows, row_bytes), (out, out_bytes))
+        ]
+        near, target = places[0], emitter.byte(places[1], offset)
+        sizes = row_bytes, pair_bytes, pairs, out_bytes
+        part = emitter.byte(columns, offset)
+        _block_product(emitter, (count, halves), near, part, target, *sizes, is_added)
 
 
 def _block_product(
-    emitter,
-    block,
-    halves,
-    rows,
-    columns,
-    out,
-    row_bytes,
-    pair_bytes,
-    pairs,
-    out_bytes,
-    is_added,
+    emitter, shape, rows, columns, out, row_bytes, pair_bytes, pairs, out_bytes, is_added
 ):
-    """Products of the rows of a block with one or both halves of the columns."""
+    """Products of some rows with 16 or 32 columns; ``shape``: the rows, and halves of columns."""
     builder = emitter.build
+    count, halves = shape
     places = {
         (row, half): emitter.byte(
             out, builder.add(builder.mul(out_bytes, I64(row)), I64(64 * half))
         )
-        for row in block
-        for half in halves
+        for row in range(count)
+        for half in range(halves)
     }
     zero = ir.Constant(WIDE, [0.0] * LANES)
     sums = {
         at: _variable(emitter, emitter.load(place, WIDE) if is_added else zero)
         for at, place in places.items()
     }
-    starts = {row: emitter.byte(rows, builder.mul(row_bytes, I64(row))) for row in block}
+    starts = [emitter.byte(rows, builder.mul(row_bytes, I64(row))) for row in range(count)]
     with emitter.loop(pairs) as index:
         near = emitter.byte(columns, builder.mul(index, pair_bytes))
         kind = vector(BFLOAT, 2 * LANES)
-        parts = {half: emitter.load(emitter.byte(near, 64 * half), kind) for half in halves}
+        parts = [emitter.load(emitter.byte(near, 64 * half), kind) for half in range(halves)]
         offset = builder.mul(index, I64(4))
-        for row in block:
-            pair = emitter.splat_pair(emitter.byte(starts[row], offset))
-            for half in halves:
+        for row, start in enumerate(starts):
+            pair = emitter.splat_pair(emitter.byte(start, offset))
+            for half, part in enumerate(parts):
                 slot = sums[row, half]
                 before = builder.load(slot, typ=WIDE)
-                builder.store(emitter.add_bfloat_pairs(before, parts[half], pair), slot)
+                builder.store(emitter.add_bfloat_pairs(before, part, pair), slot)
     for at, slot in sums.items():
         emitter.store(builder.load(slot, typ=WIDE), places[at])
 

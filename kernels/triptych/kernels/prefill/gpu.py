@@ -24,7 +24,7 @@ from triptych.kernels.triton.launch import (
     is_interpreted,
     power_of_two,
 )
-from triptych.kernels.triton.triton_layout import MIN_DOT, form_of
+from triptych.kernels.triton.triton_layout import MIN_DOT, form_of, slices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ def plan(
         "CAPPED": softcap > 0,
         "WINDOWED": window > 0,
         "TYPE": _type_of(query.dtype),
+        "SLICES": slices_of(dim),
     }
     arguments = (
         query, key, value, out, lse, sinks, starts, flags, first, *key.stride()[:2],

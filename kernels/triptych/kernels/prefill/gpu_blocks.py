@@ -12,6 +12,7 @@ from triptych.kernels.triton.page_access import (
     numbers_of,
     online_softmax,
     positions_of,
+    sliced_dot,
     slots_of,
 )
 
@@ -69,6 +70,16 @@ def full_rows(start, stride, ROWS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.con
 
 
 @triton.jit
+def products_of_rows(queries, keys, SLICES: tl.constexpr):
+    """Products of queries [n, WIDE] and keys [m, WIDE], float32 [n, m]."""
+    if SLICES > 1:
+        products = sliced_dot(queries, tl.trans(keys), SLICES)
+    else:
+        products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    return products
+
+
+@triton.jit
 def add_tile(logits, values, peak, mass, mixed):
     """Add a tile of values to the output ``mixed``, weighted by an online softmax."""
     weights, rescale, peak, mass = online_softmax(logits, peak, mass)
@@ -109,7 +120,7 @@ def add_seen(products, hidden, values, scale, cap, peak, mass, mixed, CAPPED: tl
 def attend_before(
     tile, key, value, end, key_token, value_token, scale, cap, peak, mass, mixed,
     DIM: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    TYPE: tl.constexpr,
+    TYPE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Attend to the first ``end`` keys, all of which each query sees: tiles without masks.
 
@@ -117,7 +128,7 @@ def attend_before(
     """
     for at in range(0, end, KEYS):
         keys = full_rows(key + tl.cast(at, tl.int64) * key_token, key_token, KEYS, DIM, WIDE, TYPE)
-        products = tl.dot(tile, tl.trans(keys), input_precision="ieee")
+        products = products_of_rows(tile, keys, SLICES)
         near = value + tl.cast(at, tl.int64) * value_token
         values = full_rows(near, value_token, KEYS, DIM, WIDE, TYPE)
         peak, mass, mixed = add_seen(products, None, values, scale, cap, peak, mass, mixed, CAPPED)
@@ -131,7 +142,7 @@ def attend_chunks(
     counts, count_sequence, count_head,
     FORM: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    TYPE: tl.constexpr,
+    TYPE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Attention of a block of queries of one head over past keys in pages, then new keys.
 
@@ -170,7 +181,7 @@ def attend_chunks(
                 arena, page_count, table, width, by_page, at, known, FORM, False, KEYS
             )
             keys = numbers_of(page, row, live, channel, FORM, True).to(TYPE)
-            logits = tl.dot(tile, tl.trans(keys), input_precision="ieee")
+            logits = products_of_rows(tile, keys, SLICES)
             logits = capped(logits * scale, cap, CAPPED)
             visible = live[None, :]
             if WINDOWED:
@@ -193,13 +204,13 @@ def attend_chunks(
     if not WINDOWED:
         peak, mass, mixed = attend_before(
             tile, key, value, tl.program_id(0) * QUERIES, key_token, value_token, scale, cap, peak,
-            mass, mixed, DIM, WIDE, KEYS, CAPPED, TYPE,
+            mass, mixed, DIM, WIDE, KEYS, CAPPED, TYPE, SLICES,
         )  # fmt: skip
         begin = tl.program_id(0) * QUERIES
     for at in range(begin, end, KEYS):
         near = key + tl.cast(at, tl.int64) * key_token
         keys = rows_at(near, key_token, count - at, KEYS, DIM, WIDE, TYPE)
-        products = tl.dot(tile, tl.trans(keys), input_precision="ieee")
+        products = products_of_rows(tile, keys, SLICES)
         key_index = at + tl.arange(0, KEYS)
         visible = (key_index[None, :] <= query_index[:, None]) & (key_index < count)[None, :]
         if WINDOWED:
@@ -229,7 +240,7 @@ def attend_chunks(
 @triton.jit
 def products_of(
     line, lse, keys, first, count, heads, QUERIES: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, TYPE: tl.constexpr,
+    WIDE: tl.constexpr, TYPE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Products of queries from ``first`` on with ``keys``, and log2 of the sum of each query.
 
@@ -240,7 +251,7 @@ def products_of(
     row = tl.arange(0, QUERIES)
     at = lse + tl.cast(first, tl.int64) * heads + row * heads
     total = tl.load(at, mask=row < count - first, other=float("inf"))
-    return tl.dot(tile, tl.trans(keys), input_precision="ieee"), total
+    return products_of_rows(tile, keys, SLICES), total
 
 
 @triton.jit
@@ -250,7 +261,7 @@ def sum_columns(
     counts, count_sequence, count_head,
     FORM: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    TYPE: tl.constexpr, PAST: tl.constexpr,
+    TYPE: tl.constexpr, SLICES: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of a block of keys over all new queries of one head to ``sums``.
 
@@ -304,7 +315,7 @@ def sum_columns(
         masked = tl.minimum(end, (at + KEYS + QUERIES - 1) // QUERIES * QUERIES)
     for other in range(begin, masked, QUERIES):
         products, total = products_of(
-            line, lse, keys, other, count, heads, QUERIES, DIM, WIDE, TYPE
+            line, lse, keys, other, count, heads, QUERIES, DIM, WIDE, TYPE, SLICES
         )
         query_index = other + tl.arange(0, QUERIES)
         visible = exists[None, :] & (query_index < count)[:, None]
@@ -319,7 +330,7 @@ def sum_columns(
         received += tl.sum(weights, 0)
     for other in range(masked, end, QUERIES):
         products, total = products_of(
-            line, lse, keys, other, count, heads, QUERIES, DIM, WIDE, TYPE
+            line, lse, keys, other, count, heads, QUERIES, DIM, WIDE, TYPE, SLICES
         )
         logits = capped(products * scale, cap, CAPPED)
         received += tl.sum(tl.exp2(logits - total[:, None]), 0)

@@ -231,11 +231,28 @@ def split_parts(parts):
 
 
 @triton.jit
-def products(high, low, codes, EXACT: tl.constexpr):
+def sliced_dot(rows, columns, SLICES: tl.constexpr, out_dtype: tl.constexpr = tl.float32):
+    """``rows @ columns`` as a sum over slices of the channels, one in each warp.
+
+    Source: sliced-K of CUTLASS ("Efficient GEMM in CUDA")
+    """
+    COUNT: tl.constexpr = rows.shape[1] // SLICES
+    rows = tl.permute(tl.reshape(rows, [rows.shape[0], SLICES, COUNT]), (1, 0, 2))
+    columns = tl.reshape(columns, [SLICES, COUNT, columns.shape[1]])
+    return tl.sum(tl.dot(rows, columns, input_precision="ieee", out_dtype=out_dtype), 0)
+
+
+@triton.jit
+def products(high, low, codes, EXACT: tl.constexpr, SLICES: tl.constexpr):
     """``(high + low) @ codes`` in float32; without ``EXACT`` only ``high``."""
-    out = tl.dot(high, codes)
-    if EXACT:
-        out += tl.dot(low, codes)
+    if SLICES > 1:
+        out = sliced_dot(high, codes, SLICES)
+        if EXACT:
+            out += sliced_dot(low, codes, SLICES)
+    else:
+        out = tl.dot(high, codes)
+        if EXACT:
+            out += tl.dot(low, codes)
     return out
 
 
@@ -250,14 +267,14 @@ def tile_logits(
     """
     units = key_units(page, row, live, FORM)
     if FORM.key_bits == 16:
-        out = products(split[0][0], split[0][1], tl.trans(units), EXACT)
+        out = products(split[0][0], split[0][1], tl.trans(units), EXACT, FORM.slices)
     else:
         codes = part_codes(units, FORM.key_bits, 0, FORM.is_float)
-        out = products(split[0][0], split[0][1], tl.trans(codes), EXACT)
+        out = products(split[0][0], split[0][1], tl.trans(codes), EXACT, FORM.slices)
         PARTS: tl.constexpr = FORM.parts_of_key
         for share in tl.static_range(1, PARTS):
             codes = part_codes(units, FORM.key_bits, share, FORM.is_float)
-            out += products(split[share][0], split[share][1], tl.trans(codes), EXACT)
+            out += products(split[share][0], split[share][1], tl.trans(codes), EXACT, FORM.slices)
         scale, zero = metadata_of(page, row, live, FORM, True)
         out = out * scale[None, :] + total[:, None] * zero[None, :]
     return out

@@ -9,7 +9,7 @@ from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Section
-from triptych.kernels.triton.launch import Argument, has_asm, power_of_two
+from triptych.kernels.triton.launch import Argument, has_asm, is_for_amd, power_of_two
 
 MIN_DOT = 16
 """Smallest width of a tile for tensor cores."""
@@ -19,6 +19,10 @@ LISTED_AT_ONCE = 1024
 """Most entries of a page list that a program reads at a time."""
 MOST_AT_ONCE = 2048
 """Most numbers of a tile of several rows."""
+WIDE_DIM = 256
+"""Channels of a head above which a program has few tokens and query heads at a time, in
+``WIDE_WARPS`` warps."""
+WIDE_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,14 @@ class Form:
     """Whether tokens have scores, or biases, and positions."""
     page_tile: int
     """The smallest power of two that is at least ``tokens`` and ``MIN_DOT``."""
+    read_tile: int
+    """Tokens of a page that decode attention reads at a time."""
     by_tile: bool
     """Whether decode attention reads tiles of tokens of several pages, since a page has few."""
     has_asm: bool
     """Whether kernels may use the assembly of NVIDIA's GPUs."""
+    slices: int
+    """See ``slices_of``."""
 
     @property
     def has_byte_keys(self) -> bool:
@@ -111,16 +119,26 @@ class Form:
     __str__ = __repr__
 
 
+def slices_of(dim: int) -> int:
+    """Slices of the channels of vectors whose products warps of a program add up, one each.
+
+    1: each warp multiplies whole vectors. On AMD's GPUs the products of 16 tokens with 16 queries
+    are one tile of a matrix instruction, which all warps would compute, each with both operands
+    whole in its registers: twice 128 registers of 256 for wide heads.
+    """
+    return WIDE_WARPS if is_for_amd() and dim > WIDE_DIM else 1
+
+
 def form_of(layout: PageLayout) -> Form:
     """The ``Form`` of a page layout.
 
     Raises:  ConfigError if a vector has several quantization groups
     """
-    return _form_of(layout, has_asm())
+    return _form_of(layout, has_asm(), slices_of(layout.head_dim))
 
 
 @cache
-def _form_of(layout: PageLayout, has_asm: bool) -> Form:
+def _form_of(layout: PageLayout, has_asm: bool, slices: int) -> Form:
     form, dim, at = layout.format, layout.head_dim, layout.offsets
     if form.key_groups > 1 or form.value_groups > 1:
         raise ConfigError(
@@ -130,6 +148,7 @@ def _form_of(layout: PageLayout, has_asm: bool) -> Form:
     key_units, value_units = (
         dim * bits // 8 if bits < 16 else dim for bits in (form.key_bits, form.value_bits)
     )
+    page_tile = max(MIN_DOT, power_of_two(layout.tokens))
     key_strides = (1, layout.tokens) if layout.is_channel_major else (key_units, 1)
     return Form(
         page_bytes=layout.size_bytes,
@@ -160,10 +179,12 @@ def _form_of(layout: PageLayout, has_asm: bool) -> Form:
         has_bias=layout.has_bias,
         positions=at[5],
         is_tracked=layout.is_tracked,
-        page_tile=max(MIN_DOT, power_of_two(layout.tokens)),
+        page_tile=page_tile,
+        read_tile=page_tile if slices == 1 else MIN_DOT,
         by_tile=form.key_bits == 16
         or (layout.tokens < MIN_DOT and form.key_bits == form.value_bits == 8),
         has_asm=has_asm,
+        slices=slices,
     )
 
 

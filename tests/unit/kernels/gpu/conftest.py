@@ -1,6 +1,7 @@
 """Fixtures of the device of Triton kernels: a GPU, or the CPU in Triton's interpreter."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.interpreter import round_to_nearest
 from triptych.kernels import Section
+from triptych.kernels.triton.launch import planned_for
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -31,3 +33,10 @@ class Device:
 @pytest.fixture
 def device() -> Device:
     return Device()
+
+
+@pytest.fixture
+def amd() -> Iterator[None]:
+    """Launches are planned as for a GPU of AMD, which has tiles of its own."""
+    with planned_for("gfx942"):
+        yield

@@ -118,6 +118,18 @@ def test_wide_latents_are_read_by_programs_that_share_their_heads(
     check(device, torch.randn(2, heads, 512 + 64).to(dtype), cache.arena, stored)
 
 
+@pytest.mark.usefixtures("amd")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_warps_of_an_amd_gpu_each_multiply_a_slice_of_wide_heads(
+    dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    """Of pages with more tokens than a program reads at a time, one of them not full."""
+    cache = new_cache(512 + 64, pages=30)
+    counts = {"latent16": 9, "latent8": 60, "latent4": 110, "latent_fp8": 20}
+    stored = [cache.fill(name, [[count]]).section for name, count in counts.items()]
+    check(device, torch.randn(1, 10, 512 + 64).to(dtype), cache.arena, stored, softcap=3.0)
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_biases_are_added_to_logits_after_the_cap(
     name: str, device: Any, new_cache: NewCache

@@ -162,6 +162,19 @@ def test_past_pages_of_other_head_sizes(
     check(device, [20, 35], 4, 2, head_dim, dtype, past)
 
 
+@pytest.mark.usefixtures("amd")
+@pytest.mark.parametrize(("name", "dtype"), [(None, torch.float32), ("latent8", torch.bfloat16)])
+def test_warps_of_an_amd_gpu_each_multiply_a_slice_of_wide_heads(
+    name: str | None, dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    past, dim = None, 512 + 64
+    if name is not None:
+        cache = new_cache(dim, pages=60)
+        section = cache.fill(name, [[50], [3]]).section
+        past = Past(cache.arena, section.layout, section.pages, section.tokens)
+    check(device, [20, 35], 4, 1, dim, dtype, past, also_plain=True)
+
+
 def test_a_page_id_out_of_range_gives_nan(device: Any, new_cache: NewCache) -> None:
     cache = new_cache(64, pages=30)
     section = cache.fill("k8v4", [[40], [3]]).section

@@ -55,6 +55,18 @@ def test_scores_grow_by_the_largest_weight_of_the_group(
     check(device, torch.randn(2, 6, head_dim), cache.arena, [stored.section])
 
 
+@pytest.mark.usefixtures("amd")
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("latent16", torch.float32), ("latent4", torch.bfloat16)]
+)
+def test_warps_of_an_amd_gpu_each_multiply_a_slice_of_wide_heads(
+    name: str, dtype: torch.dtype, device: Any, new_cache: NewCache
+) -> None:
+    cache = new_cache(512 + 64, pages=30)
+    stored = cache.fill(name, [[1], [40]])
+    check(device, torch.randn(2, 6, 512 + 64).to(dtype), cache.arena, [stored.section])
+
+
 @pytest.mark.parametrize("group", [1, 16, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_of_all_sections_and_heads_grow(

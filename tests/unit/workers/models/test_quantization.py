@@ -32,6 +32,7 @@ from triptych.kernels import (
     multiplies_words,
 )
 from triptych.workers.models.facts import describe
+from triptych.workers.models.fused.int4_block import Int4Block
 from triptych.workers.models.fused.model import FusedModel
 from triptych.workers.models.hf_model import HFModel
 from triptych.workers.models.load import load, packings_of
@@ -42,8 +43,8 @@ from triptych.workers.models.weights.linear import (
     Int4Linear,
     Int8Linear,
     Packings,
+    RegisterLinear,
     TorchInt4Linear,
-    VectorLinear,
     pack,
     packed_block,
 )
@@ -53,7 +54,7 @@ SaveModel = Callable[[PreTrainedConfig], Path]
 FOUR_BITS = ["gptq", "awq", "w4a16", "w4a16-symmetric"]
 TOKENS = torch.arange(2, 40)
 INT4_KIND = Int4Linear if multiplies_words() else TorchInt4Linear
-DENSE_KIND = BlockedLinear if BlockedProduct.takes(torch.bfloat16) else VectorLinear
+DENSE_KIND = BlockedLinear if BlockedProduct.takes(torch.bfloat16) else RegisterLinear
 IN_4_BITS = Int4Tiles if multiplies_words() else TorchInt4Linear
 
 
@@ -369,6 +370,24 @@ def test_prompts_in_8_bits_are_the_default_of_bfloat16_alone(original: Path) -> 
     assert not is_mixed("float16")
     assert not is_mixed("bfloat16", "none")
     assert not is_mixed("bfloat16", "int8")
+
+
+@pytest.mark.skipif(not multiplies_words(), reason="weights in 4 bits have no tiles here")
+def test_prefill_alone_may_round_the_inputs_of_weights_in_4_bits(
+    quantized: dict[str, Path],
+) -> None:
+    def rounds(network: FusedModel) -> bool:
+        block = network._blocks[0]
+        assert isinstance(block, Int4Block)
+        parts = {part.rounds_inputs for part in (block.qkv, block.out, block.gate_up, block.down)}
+        return parts == {True}
+
+    for prompts, is_rounded in (("auto", True), ("none", False)):
+        network = load(quantized["awq"], "bfloat16", prompts=prompts).network
+        assert isinstance(network, FusedModel)
+        assert rounds(network.for_prefill()) is is_rounded
+        assert not rounds(network)
+        assert not rounds(network.for_decode())
 
 
 def test_a_process_keeps_what_its_stages_read() -> None:

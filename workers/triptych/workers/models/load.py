@@ -1,7 +1,7 @@
 """Loads a model directory: network, tokenizer and facts."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -92,7 +92,7 @@ def load(
     packings = packings_of(layers, stages, in_int8=in_int8)
     is_small = quantization in ("auto", "int4") and dtype == "bfloat16"
     if is_small and plain is not None and device == "cpu":
-        packings = packings.made_smaller()
+        packings = replace(packings.made_smaller(), rounds_prompts=prompts == "auto")
     with torch.inference_mode():
         network = _network(path, facts, dtype, device, plain, packings)
     tokenizer = open_tokenizer(path)

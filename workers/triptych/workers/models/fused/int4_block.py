@@ -1,6 +1,6 @@
 """A block whose weights are in 4 bits; norms and the gate are parts of its products."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,8 +105,15 @@ class Int4Block:
         return hidden + delta
 
     def for_few_rows(self) -> "Int4Block":
+        return self._changed(Int4Tiles.for_few_rows)
+
+    def with_inputs_in_8_bits(self) -> "Int4Block":
+        """The same block, whose products may round their inputs."""
+        return self._changed(Int4Tiles.with_inputs_in_8_bits)
+
+    def _changed(self, change: Callable[[Int4Tiles], Int4Tiles]) -> "Int4Block":
         parts = self.qkv, self.out, self.gate_up, self.down
-        qkv, out, gate_up, down = (part.for_few_rows() for part in parts)
+        qkv, out, gate_up, down = map(change, parts)
         return replace(self, qkv=qkv, out=out, gate_up=gate_up, down=down)
 
 

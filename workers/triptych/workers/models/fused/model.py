@@ -72,6 +72,8 @@ class FusedModel:
         self._prompt_blocks = self._blocks
         if packings.prompts is not None:
             self._prompt_blocks = _blocks(weights, facts, epsilon, packings.prompts)
+        elif packings.rounds_prompts:
+            self._prompt_blocks = [_rounding(block) for block in self._blocks]
         # A pass reads single rows of the embedding; where it is tied, the head counts.
         layers = sum(block.size_bytes for block in self._blocks)
         self.step_bytes = layers + self._norm.size_bytes + self._head.size_bytes
@@ -229,6 +231,11 @@ class FusedModel:
         else:
             angles = positions.float().T[:, self._rotary_axes] * self._frequencies
         return angles.cos() * self._rotary_scale, angles.sin() * self._rotary_scale
+
+
+def _rounding(block: Block[Any]) -> Block[Any]:
+    """The same block, whose products may round their inputs to 8 bits if it has 4-bit weights."""
+    return block.with_inputs_in_8_bits() if isinstance(block, Int4Block) else block
 
 
 def _mixed(layer: int, block: Block[Any], heads: Heads, attend: Attend) -> Tensor:

@@ -17,7 +17,7 @@ from triptych.kernels import (
     BlockedProduct,
     Int4Tiles,
     Int8Product,
-    VectorProduct,
+    RegisterProduct,
     in_pieces,
     multiplies_words,
     multiply_int4,
@@ -47,6 +47,8 @@ class Packings:
     head: Packing
     prompts: Packing | None = None
     """A second copy of the linear layers, for prefill; None: there is one copy."""
+    rounds_prompts: bool = False
+    """Whether prefill may round the inputs of products with 4-bit weights to 8 bits."""
 
     def made_smaller(self) -> "Packings":
         """With the head in 8 bits, and layers in 4 bits that had been quantized to these.
@@ -106,7 +108,7 @@ def pack(
     if weight.device.type == "cpu" and BlockedProduct.takes(weight.dtype):
         return BlockedLinear.of(weight, bias)
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and multiplies_words():
-        return VectorLinear.of(weight, bias)
+        return RegisterLinear.of(weight, bias)
     return PlainLinear(weight, bias)
 
 
@@ -166,16 +168,16 @@ class BlockedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class VectorLinear:
+class RegisterLinear:
     """Our product with weights in bfloat16, on processors whose libraries have none."""
 
-    product: VectorProduct
+    product: RegisterProduct
     bias: Tensor | None
     """float32"""
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> "VectorLinear":
-        return cls(VectorProduct.of(weight), None if bias is None else bias.float())
+    def of(cls, weight: Tensor, bias: Tensor | None) -> "RegisterLinear":
+        return cls(RegisterProduct.of(weight), None if bias is None else bias.float())
 
     @property
     def size_bytes(self) -> int:
@@ -184,7 +186,7 @@ class VectorLinear:
     def __call__(self, rows: Tensor) -> Tensor:
         return self.product(rows, rows.dtype, None, self.bias)
 
-    def for_few_rows(self) -> "VectorLinear":
+    def for_few_rows(self) -> "RegisterLinear":
         return self
 
 

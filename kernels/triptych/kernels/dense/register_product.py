@@ -210,7 +210,7 @@ def _start(words, body, team, threads):
 
 
 @dataclass(frozen=True, slots=True)
-class VectorProduct:
+class RegisterProduct:
     """A product with constant weights in 8 bits, or in bfloat16."""
 
     packed: Tensor
@@ -219,7 +219,7 @@ class VectorProduct:
     columns: int
 
     @classmethod
-    def of(cls, weight: Tensor) -> "VectorProduct":
+    def of(cls, weight: Tensor) -> "RegisterProduct":
         """Shapes:  weight (out, in)
         Dtypes:  int8 or bfloat16
         """
@@ -265,7 +265,9 @@ class VectorProduct:
         words[OUT], words[OUT_KIND], words[WIDTH] = out.data_ptr(), KINDS[dtype], self.outputs
         kind = CODES if is_codes else KINDS[rows.dtype]
         words[SOURCE], words[SOURCE_KIND], words[STRIDE] = rows.data_ptr(), kind, rows.stride(0)
-        Job("vector_product", _start.address, words, _multiply.address, (rows, scales, bias)).run()
+        Job(
+            "register_product", _start.address, words, _multiply.address, (rows, scales, bias)
+        ).run()
         return out
 
     def _whole(self, numbers: Tensor | None, default: float) -> Tensor:

@@ -243,7 +243,7 @@ def sliced_dot(rows, columns, SLICES: tl.constexpr, out_dtype: tl.constexpr = tl
 
 
 @triton.jit
-def products(high, low, codes, EXACT: tl.constexpr, SLICES: tl.constexpr):
+def products(high, low, codes, EXACT: tl.constexpr, SLICES: tl.constexpr = 1):
     """``(high + low) @ codes`` in float32; without ``EXACT`` only ``high``."""
     if SLICES > 1:
         out = sliced_dot(high, codes, SLICES)

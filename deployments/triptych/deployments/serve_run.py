@@ -18,6 +18,9 @@ from threading import Thread
 from types import FrameType
 from typing import Any
 
+if __name__ == "__main__":  # an interrupt during the imports ends the process, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from triptych.core.config.cache_dirs import environment_variable
 
 ALIVE = ("DEPLOYING", "RUNNING", "UNHEALTHY")

@@ -25,16 +25,17 @@ Group = tuple[str, ...]
 
 def groups() -> list[Group]:
     """Kernels of a model with the default settings on this processor, the longest group first."""
-    codec, attention = ("move", "append", "start_append"), ("attend", "take_runs", "record")
+    codec = ["move", "transcode", "append", "start_append"]
+    attention = ("attend", "take_runs", "record")
     parts, products = ("_work", "_start"), ["integer_product"]
+    prompts: list[Group] = [("prefill.cpu_softmax:_work",)]
     if multiplies_words():
-        prompts: list[Group] = [
-            ("prefill.cpu_bfloat:_work", "prefill.cpu_bfloat:_pack", "prefill.cpu_bfloat:_start"),
-            tuple(f"codec.store_prompts:{name}" for name in parts),
-        ]
-    else:
-        prompts = [("prefill.cpu_softmax:_work",)]
-        codec += ("store", "round_trip")
+        names = "_work", "_pack", "_start"
+        prompts = [tuple(f"prefill.cpu_bfloat:{name}" for name in names)]
+    if multiplies_words() and (multiplies_tiles() or not has_vnni()):
+        prompts.append(tuple(f"codec.store_prompts:{name}" for name in parts))
+    else:  # products of prompts are oneDNN's, so their layers are no programs
+        codec += ["store", "round_trip"]
     if multiplies_bfloat():
         products = ["vector_product"]
     if multiplies_tiles():

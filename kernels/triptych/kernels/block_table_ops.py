@@ -12,7 +12,9 @@ about forty calls.
 """
 
 import numpy as np
+from numba import types
 
+from triptych.kernels.codegen.kernel_cache import Calls
 from triptych.kernels.codegen.numba_runtime import kernel
 
 
@@ -205,3 +207,26 @@ def remove_pages(
                 for each in range(class_tokens.shape[0]):
                     class_tokens[each, layer, slot, head] = counts[layer, at, head, each]
     return moved
+
+
+_WORD, _LIST, _IDS = types.int64, types.int32[::1], types.int64[::1]
+_COUNTS, _TABLE, _REVERSED = (
+    types.int32[:, :, ::1],
+    types.int32[:, :, :, ::1],
+    types.int32[:, :, :, :],
+)
+
+CALLS: Calls = (
+    (count_new_tokens, (_COUNTS, _LIST, _WORD, _LIST, _IDS, _WORD)),
+    (retirement_inputs, (_COUNTS, _LIST, _LIST, _WORD, _WORD)),
+    *((fill_rows, (pages, _COUNTS, _WORD, _LIST, _WORD, _LIST)) for pages in (_TABLE, _REVERSED)),
+    (tokens_plus_one, (_TABLE, _LIST)),
+    *((count_lacking, (_TABLE, _LIST, wanted, _LIST)) for wanted in (_TABLE, _REVERSED)),
+    *(
+        (append_pages, (_TABLE, _TABLE, _LIST, wanted, _LIST, _LIST, _IDS))
+        for wanted in (_TABLE, _REVERSED)
+    ),
+    (save_retirement, (_TABLE, _TABLE, _LIST, _WORD, _TABLE, _TABLE, _LIST, _LIST)),
+    (remove_pages, (_TABLE, _COUNTS, _TABLE, _LIST, *[_WORD] * 4, _TABLE, _REVERSED)),
+)
+"""How workers call the kernels."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 from triptych.core.config.machine import usable_cores
-from triptych.kernels.codegen.kernel_cache import EntryPoint, kernel_cache_dir
+from triptych.kernels.codegen.kernel_cache import CalledKernels, EntryPoint, kernel_cache_dir
 from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles, multiplies_words
 from triptych.kernels.int8.product import has_vnni
 
@@ -50,6 +50,7 @@ def groups() -> list[Group]:
             *(f"int4.{name}:{part}" for name in products for part in ("prepare", "multiply")),
             "int4.cpu:_start",
         ),
+        ("block_table_ops:CALLS", "compact.cpu:CALLS"),
         tuple(f"pointwise.cpu_rotation:{name}" for name in parts),
         ("logits.cpu:_work",),
         ("int8.cpu:_work",),
@@ -58,10 +59,11 @@ def groups() -> list[Group]:
     ]
 
 
-def find(name: str) -> EntryPoint:
-    """An entry point by ``module:name``."""
+def find(name: str) -> EntryPoint | CalledKernels:
+    """An entry point by ``module:name``, or the kernels of a module's ``CALLS``."""
     module, _, function = name.partition(":")
-    return getattr(import_module(f"triptych.kernels.{module}"), function)
+    found = getattr(import_module(f"triptych.kernels.{module}"), function)
+    return CalledKernels(module, found) if function == "CALLS" else found
 
 
 def compile_all(every: Sequence[Group], processes: int) -> Iterator[bool]:

@@ -30,6 +30,27 @@ _SETTING = threading.RLock()
 _KERNELS = Path(__file__).parents[1]
 
 
+Calls = tuple[tuple[Any, tuple[Any, ...]], ...]
+"""Kernels, each with the types of the arguments of a call."""
+
+
+class CalledKernels:
+    """Kernels that Python calls, which compiles them for the types of their arguments."""
+
+    def __init__(self, name: str, calls: Calls) -> None:
+        self.name, self._calls = name, calls
+
+    def compile_if_free(self) -> bool:
+        """Compile the kernels; False: they are in the cache, or another process compiles them."""
+        with _file_of(self.name) as file:
+            if not _is_ours(file):
+                return False
+            with cache_of_these_sources():
+                for function, arguments in self._calls:
+                    function.compile(arguments)
+            return any(function.stats.cache_misses for function, _ in self._calls)
+
+
 class EntryPoint:
     """A function that is called by its address, and compiled when that is first read."""
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
 from triptych.core.layout import PageLayout
+from triptych.kernels.codegen.kernel_cache import Calls
 from triptych.kernels.codegen.numba_runtime import inlined, kernel, prefetch
 from triptych.kernels.compact.retire import NONE, Retirement
 from triptych.kernels.pages import Section, check_arena, check_indices
@@ -217,6 +219,22 @@ def _least(row, end, limit, wanted):
                     at -= 1
                 places[at], means[at] = start + token, mean
     return places[:found], means[:found]
+
+
+_WORDS, _INDICES = types.int32[:, ::1], types.int32[::1]
+_TABLE = types.int64[::1], types.int32[:, :, ::1], types.int32[:, ::1]
+
+CALLS: Calls = tuple(
+    (
+        _plan,
+        (
+            _WORDS, types.float32[:, ::1], *_TABLE, types.int64[::1], low, types.int32[:, ::1],
+            *[_INDICES] * 3, types.float64[:, :, ::1], types.int64, types.int32[:, :, ::1],
+        ),
+    )
+    for low in (types.int32[:, :, ::1], types.int32[:, :, :])
+)  # fmt: skip
+"""How ``plan_retirement`` calls its kernel; low pages are listed from the left or the right."""
 
 
 @kernel

@@ -46,7 +46,11 @@ from triptych.router.models.overcommit import Overcommit
 from triptych.router.passes.autoscaling import Demand, Scaling
 from triptych.router.passes.cache_borrowing import CacheBorrowing
 from triptych.router.passes.completion import RequestCompletion
-from triptych.router.passes.dispatch import Dispatch
+from triptych.router.passes.dispatching.dispatch import Dispatch
+from triptych.router.passes.dispatching.stage_batches import (
+    AdaptiveBatchDispatch,
+    StaticBatchDispatch,
+)
 from triptych.router.passes.draining import Draining
 from triptych.router.passes.growth import Growth
 from triptych.router.passes.lowering import MemoryLowering
@@ -55,7 +59,6 @@ from triptych.router.passes.placement_view import Placer
 from triptych.router.passes.preemption import Preemption
 from triptych.router.passes.roles import Roles
 from triptych.router.passes.slo_admission import SloAdmission
-from triptych.router.passes.stage_batches import AdaptiveBatchDispatch, StaticBatchDispatch
 from triptych.router.plugins import PLACEMENT_POLICIES, schedule_named
 from triptych.router.policies.batch_gates import Schedule
 from triptych.router.policies.prefix_map import PrefixMap

@@ -11,7 +11,7 @@ from triptych.router.events.adaptive_method import AdaptiveMethod
 from triptych.router.models.booking import Booking
 from triptych.router.models.memory_estimate import ByteModel, RequestBytes
 from triptych.router.passes.completion import RequestCompletion
-from triptych.router.passes.dispatch import Dispatch
+from triptych.router.passes.dispatching.dispatch import Dispatch
 from triptych.router.passes.draining import Draining
 from triptych.router.passes.growth import Growth
 from triptych.router.passes.slo_admission import SloAdmission

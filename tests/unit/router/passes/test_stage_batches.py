@@ -2,7 +2,7 @@
 
 from tests.unit.router.driver import Driver, request, started
 from triptych.core.messages import Submit
-from triptych.router.passes.stage_batches import AdaptiveBatchDispatch
+from triptych.router.passes.dispatching.stage_batches import AdaptiveBatchDispatch
 
 
 def drive(*workers: str, **settings: object) -> Driver:

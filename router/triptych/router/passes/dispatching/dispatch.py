@@ -3,20 +3,15 @@
 from dataclasses import dataclass, field, replace
 
 from triptych.core.config import RouterConfig
-from triptych.core.handles import can_access, is_apart, pool_of
+from triptych.core.handles import is_apart
 from triptych.core.messages import CompressItem, EncodeImages, Join, Prefix, Resume, pack_tokens
-from triptych.router.models.memory_estimate import RequestBytes
+from triptych.router.passes.dispatching.arena_choice import ENCODER_GRACE_S, ArenaChoice
 from triptych.router.passes.growth import Growth
 from triptych.router.passes.placement_view import Placer
 from triptych.router.policies.batch_gates import Schedule
 from triptych.router.policies.placement import Choice
 from triptych.router.snapshot import Budget, HeldBy
-from triptych.router.state.byte_ledger import (
-    Lines,
-    are_peers,
-    lines_after_encoding,
-    lines_before_encoding,
-)
+from triptych.router.state.byte_ledger import lines_after_encoding, lines_before_encoding
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.decision_log import DecisionLog
 from triptych.router.state.request_table import Entry, PromptWait, State
@@ -25,10 +20,6 @@ from triptych.router.state.shared_prompts import SharedPrompts
 MOVABLE = (State.ORPHANED, State.COMPRESSED, State.PLANNED, State.PREFILLED, State.WAITING)
 """States in which a request waits for the router, in the order in which they are dispatched."""
 
-
-ENCODER_GRACE_S = 30.0
-"""Time for which prompts with layer-wise prefill, and those whose raw pages no other GPU can read,
-wait for a compressor after one died."""
 ROUND_REQUESTS = 4
 """Requests that the batch policy chooses at a time. Unused choices are lost if workers are full."""
 
@@ -52,6 +43,7 @@ class Dispatch:
     blocked_reason: HeldBy = ""
     """Why the first waiting request did not start in the last pass."""
     reasons: DecisionLog = field(init=False)
+    arenas: ArenaChoice = field(init=False)
     _short_at: tuple[int, int] | None = None
     """Changes of the queue and openings of arenas when bytes were last short; None: they are not,
     or time has passed since."""
@@ -62,13 +54,10 @@ class Dispatch:
     """Room that this request takes, in tokens."""
     _successors: dict[str, Entry] = field(default_factory=dict[str, Entry])
     """Requests in prefill whose images are still to be sent to an encode worker."""
-    _finals: dict[tuple[str, str], str | None] = field(
-        default_factory=dict[tuple[str, str], str | None]
-    )
-    """What ``_final_arena`` has found, by request and arena, since a request was last looked at."""
 
     def __post_init__(self) -> None:
         self.reasons = DecisionLog(self.cluster)
+        self.arenas = ArenaChoice(self.cluster, self.growth)
         self.cluster.requests.on_end.append(self._ended)
 
     def expire(self) -> None:
@@ -127,7 +116,7 @@ class Dispatch:
             if not entry.placement.decode_worker:  # the chosen worker died
                 entry.placement.decode_worker = (
                     self.cluster.load_index.decode_in(entry.placement.final_arena)
-                    or self._decode_worker_elsewhere(entry)
+                    or self.arenas.decode_worker_elsewhere(entry)
                     or ""
                 )
                 self.cluster.requests.touch(entry)
@@ -153,14 +142,14 @@ class Dispatch:
     def _encode_all(self, now: float) -> None:
         """Choose decode workers in the order of planning, without overtaking."""
         while (entry := self.cluster.requests.first(State.PLANNED)) is not None:
-            address = self._decode_worker(entry)
+            address = self.arenas.decode_worker(entry)
             if address is None:
                 return
             arena = self.cluster.load_index.arena_of(address)
             reason = "most_free" if arena == entry.placement.final_arena else "another_arena"
             self.reasons.chosen(entry, "decode", reason, address, now)
             if arena != entry.placement.final_arena:
-                self.cluster.ledger.book(entry.id, self._lines(entry, final=arena))
+                self.cluster.ledger.book(entry.id, self.arenas.lines(entry, final=arena))
                 entry.placement.final_arena = arena
             entry.placement.decode_worker = address
             self._encode(entry, arena, now)
@@ -171,42 +160,6 @@ class Dispatch:
             entry.worker, arena or entry.transfer.handle.lease_ref.arena, entry.id
         )
         self.cluster.requests.move(entry, State.ENCODING, now)
-
-    def _decode_worker(self, entry: Entry) -> str | None:
-        """The best decode worker in an arena where the final pages can be booked."""
-
-        def fits(arena: str) -> bool:
-            writes = can_write(entry.placement.work_arena, arena)
-            return writes and self.cluster.ledger.fits(entry.id, self._lines(entry, final=arena))
-
-        own = {entry.placement.raw_arena, entry.placement.work_arena, entry.placement.final_arena}
-        return self.cluster.load_index.decode(own, fits)
-
-    def _lines(self, entry: Entry, *, final: str) -> Lines:
-        """Bytes that a request books if it is decoded in the arena ``final``."""
-        return lines_before_encoding(
-            entry.sizes, entry.placement.raw_arena, entry.placement.work_arena, final
-        )
-
-    def _decode_worker_elsewhere(self, entry: Entry) -> str | None:
-        """Choose a decode worker in another arena and book the final pages there.
-
-        Only for pages that must be fetched in any case. Pages in the arena of a dead decode worker
-        are not fetched from there: its pool may be dead as well.
-        """
-        if entry.placement.work_arena == entry.placement.final_arena:
-            return None
-        ledger, load_index = self.cluster.ledger, self.cluster.load_index
-
-        def lines(arena: str) -> Lines:
-            return lines_after_encoding(entry.sizes, entry.placement.work_arena, arena)
-
-        own = {entry.placement.work_arena, entry.placement.final_arena}
-        address = load_index.decode(own, lambda arena: ledger.fits(entry.id, lines(arena)))
-        if address is not None:
-            entry.placement.final_arena = load_index.arena_of(address)
-            ledger.book(entry.id, lines(entry.placement.final_arena))
-        return address
 
     # ---------------------------------------------------------------- prefilled -> compressing
 
@@ -271,26 +224,6 @@ class Dispatch:
                 return False
             entry.placement.work_arena = arena
         return True
-
-    def _raw_arena(self, home: str) -> str:
-        """The arena where a prefill worker of an arena stores raw pages: its own, if possible.
-
-        In host memory if no other GPU can read its arena, and no compressor is there.
-        """
-        if is_apart(home) and not self.cluster.load_index.has_compressor(home):
-            return pool_of(home)
-        return home
-
-    def _work_arena(self, raw_arena: str) -> str:
-        """The arena in which raw pages will be compressed: their own, if it has a compressor.
-
-        Raw pages are the most expensive to transfer.
-        """
-        load_index = self.cluster.load_index
-        if load_index.has_compressor(raw_arena):
-            return raw_arena
-        address = load_index.compressor("")
-        return raw_arena if address is None else load_index.arena_of(address)
 
     def _prefix(self, entry: Entry) -> Prefix | None:
         """The prompt that the compressor may add to the prefix cache; None without a cache."""
@@ -390,7 +323,7 @@ class Dispatch:
         return len(batch), ""
 
     def _start_one(self, entry: Entry, now: float) -> HeldBy:
-        self._finals.clear()
+        self.arenas.forget()
         if entry.is_preempted:
             return "" if self._go_on(entry, now) else "no_bytes"
         if self._join_equal(entry, now):
@@ -416,7 +349,7 @@ class Dispatch:
         """Let the next request join one with an equal prompt, although prefill workers are busy."""
         if not self.shared.is_any_computed or self._unpromised_slots <= 0:
             return False
-        self._finals.clear()
+        self.arenas.forget()
         return any(
             not entry.is_preempted and self._join_equal(entry, now) for entry in self._batch(1, now)
         )
@@ -426,7 +359,7 @@ class Dispatch:
         equal, load_index = self.shared.computing(entry), self.cluster.load_index
         if equal is None or entry.whole is not None or not load_index.is_fresh(equal.worker):
             return False
-        if self._final_arena(entry, equal.placement.raw_arena, now) is None:
+        if self.arenas.final_arena(entry, equal.placement.raw_arena, now) is None:
             return False
         entry.placement.prompt = entry.placement.prompt or self.placer.prompt(entry.request)
         self._start(entry, Choice(equal.worker, "equal_prompt"), now, equal)
@@ -437,7 +370,7 @@ class Dispatch:
         load_index = self.cluster.load_index
         return self.shared.wait_for(
             entry,
-            self._work_arena(self._raw_arena(load_index.arena_of(worker))),
+            self.arenas.work_arena(self.arenas.raw_arena(load_index.arena_of(worker))),
             load_index.queue_tokens(worker),
             self.cluster.latency.prefill_token_s.at(now),
             now,
@@ -519,15 +452,15 @@ class Dispatch:
 
     def _place(self, entry: Entry, now: float) -> tuple[Choice | None, HeldBy]:
         """The prefill worker that the placement policy chooses, or the reason why there is none."""
-        if self._lacks_encoder(entry, now):
+        if self.arenas.lacks_encoder(entry, now):
             return None, "no_compressor"
         entry.placement.prompt = entry.placement.prompt or self.placer.prompt(entry.request)
         snapshot = self.placer.snapshot(
             entry.placement.prompt,
             self._prefill_limit_tokens,
             lambda arena: (
-                self._final_arena(entry, self._raw_arena(arena), now) is not None
-                and self._can_encode(entry, arena)
+                self.arenas.final_arena(entry, self.arenas.raw_arena(arena), now) is not None
+                and self.arenas.can_encode(entry, arena)
             ),
             now,
         )
@@ -536,25 +469,13 @@ class Dispatch:
                 self._busy_at = self.cluster.requests.queue.changes
                 self._busy_for = snapshot.needed
             return None, "prefill_busy"
-        if not self._could_fit(entry.sizes):
+        if not self.arenas.could_fit(entry.sizes):
             return None, "no_bytes"
         choice = self.placer.choose(snapshot)
         if choice is not None:
             return choice, ""
         waits_by_choice = any(snapshot.takes(worker) for worker in snapshot)
         return None, "prefill_busy" if waits_by_choice else "no_bytes"
-
-    def _can_encode(self, entry: Entry, arena: str) -> bool:
-        """Whether a request has no images, or an encode worker stores in an arena."""
-        return not entry.request.images or bool(self.cluster.image_encoders.workers(arena))
-
-    def _could_fit(self, sizes: RequestBytes) -> bool:
-        """Whether the arenas with most free bytes have room; if not, no arena has."""
-        load_index, ledger = self.cluster.load_index, self.cluster.ledger
-        raw, final = load_index.most_free_arena(), load_index.final_arena(set(), lambda _: True)
-        if raw is None or final is None:
-            return False
-        return sizes.raw <= ledger.free(raw) and sizes.grown <= ledger.free(final)
 
     def _start(self, entry: Entry, choice: Choice, now: float, equal: Entry | None = None) -> None:
         """Book a request and send it to a prefill worker.
@@ -563,17 +484,19 @@ class Dispatch:
         """
         address = choice.worker
         arena, queue = self.cluster.load_index.arena_of(address), self.cluster.requests.queue
-        raw_arena = equal.placement.raw_arena if equal else self._raw_arena(arena)
+        raw_arena = equal.placement.raw_arena if equal else self.arenas.raw_arena(arena)
         reason, place = self._reason(entry, now), (len(queue), queue.older(entry.id))
         seen = self.reasons.looked_at("prefill")
         entry.placement.raw_arena, entry.worker, entry.stage = raw_arena, address, "prefill"
-        entry.placement.work_arena = self._work_arena(raw_arena)
-        entry.placement.final_arena = self._final_arena(entry, raw_arena, now) or ""
-        if self._goes_in_parts(entry, arena, now):
+        entry.placement.work_arena = self.arenas.work_arena(raw_arena)
+        entry.placement.final_arena = self.arenas.final_arena(entry, raw_arena, now) or ""
+        if self.arenas.goes_in_parts(entry, arena, now):
             entry.placement.encoder = self.cluster.load_index.compressor(address, arena) or ""
         else:
             entry.sizes = entry.whole or entry.sizes
-        self.cluster.ledger.book(entry.id, self._lines(entry, final=entry.placement.final_arena))
+        self.cluster.ledger.book(
+            entry.id, self.arenas.lines(entry, final=entry.placement.final_arena)
+        )
         self.growth.started(entry)
         if entry.placement.prompt is not None:
             entry.placement.cached_tokens = self.placer.sent(entry.placement.prompt, arena)
@@ -602,52 +525,6 @@ class Dispatch:
         if entry.request.attempt or entry.was_evicted:
             return "began_before"
         return "lost_patience" if entry.slo.due < now else "turn"
-
-    def _final_arena(self, entry: Entry, raw_arena: str, now: float) -> str | None:
-        """Arena in which the pages for decode are booked before a decode worker is chosen."""
-        key = entry.id, raw_arena
-        if key not in self._finals:
-            self._finals[key] = self._find_final_arena(entry, raw_arena, now)
-        return self._finals[key]
-
-    def _find_final_arena(self, entry: Entry, raw_arena: str, now: float) -> str | None:
-        work_arena, sizes = self._work_arena(raw_arena), entry.whole or entry.sizes
-        if self._goes_in_parts(entry, raw_arena, now):
-            sizes = entry.sizes
-            if self.cluster.load_index.compressor("", raw_arena) is None:
-                return None
-
-        def fits(arena: str) -> bool:
-            if not can_write(work_arena, arena):
-                return False
-            lines = lines_before_encoding(sizes, raw_arena, work_arena, arena)
-            return self.cluster.ledger.fits(entry.id, lines) and self.growth.may_start(entry, arena)
-
-        return self.cluster.load_index.final_arena({raw_arena, work_arena}, fits)
-
-    def _goes_in_parts(self, entry: Entry, arena: str, now: float) -> bool:
-        """Whether a request uses layer-wise prefill, if it is prefilled in an arena.
-
-        The router waits for a replacement of a dead compressor: prefill without layers gives
-        slightly different output, and a death must not change output.
-        """
-        if entry.whole is None:
-            return False
-        absent = self.cluster.membership.absent_since("compress", arena)
-        return absent is None or now - absent < ENCODER_GRACE_S
-
-    def _lacks_encoder(self, entry: Entry, now: float) -> bool:
-        """Whether a request waits for a compressor in every arena where it could be prefilled."""
-        load_index = self.cluster.load_index
-        return all(
-            self._goes_in_parts(entry, arena, now) and load_index.compressor("", arena) is None
-            for arena in load_index.prefill_arenas or [""]  # an arena without a name is not counted
-        )
-
-
-def can_write(work_arena: str, final_arena: str) -> bool:
-    """Whether encoded pages can come from a compressor to an arena, or be fetched from there."""
-    return not are_peers(work_arena, final_arena) or can_access(work_arena, final_arena)
 
 
 def join_of(entry: Entry, now: float) -> Join:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from triptych.router.passes.dispatch import Dispatch
+from triptych.router.passes.dispatching.dispatch import Dispatch
 from triptych.router.policies.batch_gates import (
     LARGEST_BATCH,
     BatchSizes,
@@ -129,10 +129,10 @@ class StaticBatchDispatch(Dispatch):
             choice, blocked_reason = super()._place(entry, now)
             self._batch_worker = choice.worker if choice is not None else ""
             return choice, blocked_reason
-        if self._lacks_encoder(entry, now):
+        if self.arenas.lacks_encoder(entry, now):
             return None, "no_compressor"
         arena = self.cluster.load_index.arena_of(self._batch_worker)
-        if self._final_arena(entry, self._raw_arena(arena), now) is None:
+        if self.arenas.final_arena(entry, self.arenas.raw_arena(arena), now) is None:
             return None, "no_bytes"
         return Choice(self._batch_worker, "its_batch"), ""
 

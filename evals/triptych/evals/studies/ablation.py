@@ -186,6 +186,10 @@ class Point:
     """LeanKV's rule: the mean log perplexity is within three standard deviations of that of the
     full cache. Draws differ in their texts, so the deviation is that of texts and the rule is
     weak; the interval of KL is the stricter one."""
+    kl_by_seed: tuple[float, ...] = ()
+    perplexity_by_seed: tuple[float, ...] = ()
+    """Perplexity ratios; empty in older files. Settings share the texts of a draw, so that their
+    figures can be compared draw by draw."""
     attention_us: float | None = None
     """Microseconds of selection and attention of one layer of one request in such pages, at the
     context of the ablation; None where the axis is not that of the page size."""
@@ -311,6 +315,8 @@ def _point(axis: str, label: str, name: str, rows: Sequence[Row]) -> Point:
         top1_agreement=SeedStats.of([row.summary.top1_agreement for row in rows]),
         perplexity_ratio=SeedStats.of([row.summary.perplexity_ratio for row in rows]),
         is_neutral=is_neutral(rows),
+        kl_by_seed=tuple(row.summary.kl for row in rows),
+        perplexity_by_seed=tuple(row.summary.perplexity_ratio for row in rows),
     )
 
 

@@ -47,7 +47,7 @@ def claims(
         typer.Option(help="Texts to draw from."),
     ] = "evaluation",
     ablation_documents: Annotated[
-        int, typer.Option(min=1, help="Texts of each draw in the ablation (34 methods).")
+        int, typer.Option(min=1, help="Texts of each draw in the ablation (41 methods).")
     ] = 1,
     quick: Annotated[
         bool,

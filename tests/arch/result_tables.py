@@ -209,8 +209,8 @@ def claims(name: str) -> str:
             one.claim,
             {"yes": "holds", "no": "**does not hold**", "open": "open"}[one.holds],
             one.number,
-            f"{one.stats.mean:.3g}",
-            "{:.3g} to {:.3g}".format(*one.stats.ci95),
+            f"{one.mean:.3g}",
+            "{:.3g} to {:.3g}".format(*one.ci95),
         )
         for one in verdicts(ClaimsResults.from_json(_result(name)))
     ]

@@ -77,7 +77,7 @@ def test_claims_are_in_the_file_once_all_draws_are(tmp_path: Path) -> None:
         claims = json.loads(path.read_text())["claims"]
         assert len(claims) == (draw == 2)
     assert (claims[0]["part"], claims[0]["paper"]) == ("ranges", "LeanKV, figure 1")
-    assert (claims[0]["stats"]["mean"], claims[0]["draws"]) == (5.5, 2)
+    assert (claims[0]["mean"], claims[0]["draws"]) == (5.5, 2)
     assert claims[0]["holds"] == "open"  # 5.5 +- 6.4 with two draws
 
 

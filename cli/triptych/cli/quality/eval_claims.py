@@ -13,7 +13,6 @@ from triptych.core.config import ModelConfig
 
 if TYPE_CHECKING:
     from triptych.evals.claims.claims_results import ClaimsResults
-    from triptych.evals.studies.ablation import SeedStats
 
 DEFAULT_MODEL = ModelConfig().name
 CLAIMS = ("part", "paper", "claim", "holds", "number, and where it holds", "mean", "95 %", "draws")
@@ -113,7 +112,7 @@ def _show(found: "ClaimsResults") -> None:
     claimed = [
         (
             *(one.part, one.paper, one.claim, one.holds, one.number),
-            *(one.stats.mean, _interval(one.stats), one.draws),
+            *(one.mean, _interval(one.ci95), one.draws),
         )
         for one in verdicts(found)
     ]
@@ -122,7 +121,8 @@ def _show(found: "ClaimsResults") -> None:
     lines = [
         (
             *(figure.part, figure.name),
-            *(figure.stats.mean, figure.stats.deviation, _interval(figure.stats)),
+            *(figure.stats.mean, figure.stats.deviation),
+            _interval(figure.stats.ci95),
         )
         for figure in found.figures
     ]
@@ -132,5 +132,5 @@ def _show(found: "ClaimsResults") -> None:
         show_ablated(found.ablation)
 
 
-def _interval(stats: "SeedStats") -> str:
-    return "{:.3g} to {:.3g}".format(*stats.ci95)
+def _interval(ci95: tuple[float, float]) -> str:
+    return "{:.3g} to {:.3g}".format(*ci95)

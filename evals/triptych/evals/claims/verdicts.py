@@ -39,6 +39,8 @@ class Claim:
     """What is computed from the figures of a draw."""
     side: Literal["above", "below"]
     bound: float
+    is_ratio: bool = False
+    """A quotient of positive figures."""
     of_draw: Callable[[Figures], float] | None = None
     """The number of a draw; KeyError if it lacks a figure. None: ``of_points`` has it."""
     of_points: Callable[[Sequence[Point]], Sequence[float]] | None = None
@@ -69,7 +71,9 @@ class Verdict:
     claim: str
     number: str
     """What was computed, and the bound at which the claim holds."""
-    stats: SeedStats
+    mean: float
+    """Of ratios: the geometric mean."""
+    ci95: tuple[float, float]
     draws: int
     holds: Holds
 
@@ -81,20 +85,30 @@ def verdicts(found: ClaimsResults) -> list[Verdict]:
 
 
 def _verdict(claim: Claim, numbers: Sequence[float]) -> Verdict:
-    stats = SeedStats.of(numbers)
+    mean, ci95 = _mean_of(numbers, is_ratio=claim.is_ratio)
     return Verdict(
         part=claim.part,
         paper=claim.paper,
         claim=claim.says,
         number=f"{claim.number}: {claim.side} {claim.bound:g}",
-        stats=stats,
+        mean=mean,
+        ci95=ci95,
         draws=len(numbers),
-        holds=_holds(claim, stats),
+        holds=_holds(claim, *ci95),
     )
 
 
-def _holds(claim: Claim, stats: SeedStats) -> Holds:
+def _mean_of(numbers: Sequence[float], *, is_ratio: bool) -> tuple[float, tuple[float, float]]:
+    """Mean and 95 % interval; those of ratios by their logarithms."""
+    if not is_ratio:
+        stats = SeedStats.of(numbers)
+        return stats.mean, stats.ci95
+    stats = SeedStats.of([log(number) for number in numbers])
     low, high = stats.ci95
+    return exp(stats.mean), (exp(low), exp(high))
+
+
+def _holds(claim: Claim, low: float, high: float) -> Holds:
     if low <= claim.bound <= high:
         return "open"
     return "yes" if (low > claim.bound) == (claim.side == "above") else "no"
@@ -190,6 +204,7 @@ CLAIMS: tuple[Claim, ...] = (
         number="mean of the layer with most over that with fewest",
         side="above",
         bound=2.0,
+        is_ratio=True,
         of_draw=lambda draw: max(_layers(draw)) / min(_layers(draw)),
     ),
     Claim(
@@ -199,6 +214,7 @@ CLAIMS: tuple[Claim, ...] = (
         number="deviation between heads over that between queries of a head",
         side="above",
         bound=1.0,
+        is_ratio=True,
         of_draw=lambda draw: (
             draw["deviation between heads"] / draw["deviation between queries of a head"]
         ),
@@ -210,6 +226,7 @@ CLAIMS: tuple[Claim, ...] = (
         number="error of dynamic over static sparsity, geometric mean over shares",
         side="below",
         bound=1.0,
+        is_ratio=True,
         of_draw=_dynamic_over_static,
     ),
     Claim(
@@ -276,6 +293,7 @@ CLAIMS: tuple[Claim, ...] = (
         number="KL of the last quarter over that of the first, geometric mean over methods",
         side="above",
         bound=1.0,
+        is_ratio=True,
         of_draw=_growth,
     ),
     Claim(
@@ -285,6 +303,7 @@ CLAIMS: tuple[Claim, ...] = (
         number="KL of the default in the last quarter over that of the best baseline",
         side="below",
         bound=1.0,
+        is_ratio=True,
         of_draw=_best_baseline,
     ),
     Claim(
@@ -312,6 +331,7 @@ CLAIMS: tuple[Claim, ...] = (
         number="KL with low tokens in K2V4 over K4V2",
         side="above",
         bound=1.0,
+        is_ratio=True,
         of_points=_kl_over("low_format", "K2V4", "K4V2"),
     ),
     Claim(
@@ -321,6 +341,7 @@ CLAIMS: tuple[Claim, ...] = (
         number="perplexity over that of the full cache",
         side="below",
         bound=DEGRADED,
+        is_ratio=True,
         of_points=_perplexities("low_format", "K4V2"),
     ),
     Claim(
@@ -330,6 +351,7 @@ CLAIMS: tuple[Claim, ...] = (
         number="perplexity over that of the full cache, alpha_low 0.1",
         side="below",
         bound=DEGRADED,
+        is_ratio=True,
         of_points=_perplexities("combination", "both"),
     ),
     Claim(
@@ -339,6 +361,7 @@ CLAIMS: tuple[Claim, ...] = (
         number="KL over that of half of the tokens in FP16",
         side="below",
         bound=1.0,
+        is_ratio=True,
         of_points=_kl_over("combination", "both", "pruned, half"),
     ),
 )

@@ -185,7 +185,18 @@ def test_a_claim_holds_if_its_interval_is_beside_the_bound(
         found = found.with_draw("ranges", seed, figures)
     (told,) = verdicts(found)
     assert (told.holds, told.draws) == (holds, 3)
-    assert told.stats.mean == pytest.approx(np.mean(orders) - 2)
+    assert told.mean == pytest.approx(np.mean(orders) - 2)
+
+
+def test_ratios_have_geometric_means_and_positive_intervals() -> None:
+    found = ClaimsResults(conditions={"seeds": 2})
+    for seed, dynamic in enumerate((2.0, 8.0), 1):
+        figures = {"keep 0.5: error, dynamic": dynamic, "keep 0.5: error, static": 1.0}
+        found = found.with_draw("sparsity", seed, figures)
+    (told,) = verdicts(found)
+    assert told.mean == pytest.approx(4.0)
+    assert 0 < told.ci95[0] < 1 < told.ci95[1]
+    assert told.holds == "open"
 
 
 def test_figures_are_read_back(found: ClaimsResults) -> None:
@@ -286,7 +297,7 @@ def test_a_stopped_ablation_continues_with_the_next_draw(
     told = {one.claim: one for one in verdicts(complete)}
     assert len(told) == sum(claim.part == "ablation" for claim in CLAIMS)
     keys = told["keys need more bits than values"]
-    assert (keys.holds, keys.stats.mean) == ("yes", pytest.approx(4.0))
+    assert (keys.holds, keys.mean) == ("yes", pytest.approx(4.0))
     again = ClaimsResults.from_json(json.loads(json.dumps(complete.as_json())))
     assert verdicts(again) == verdicts(complete)
 

@@ -269,8 +269,8 @@ def ablated(study: Study) -> Results:
         )
         for name in study.methods
     ]
-    conditions = {"model": "m", "model_revision": "", "text_hash": "", "default_compressor": {}}
-    return Results(conditions=conditions, rows=rows, tasks=[], answers=[])
+    names = ("model", "model_revision", "text_hash", "default_compressor")
+    return Results(conditions=dict.fromkeys(names, ""), rows=rows, tasks=[], answers=[])
 
 
 def test_a_stopped_ablation_continues_with_the_next_draw(

@@ -366,12 +366,15 @@ def _measured(name: str) -> Measured:
     parts = [content, *(part for part in content.values() if isinstance(part, dict))]
     host = next((part["host"] for part in parts if "host" in part), {})
     cpu = re.sub(r"\((?:R|TM)\)| Processor", "", host.get("cpu", "machine not recorded"))
+    command = host.get("command") or told["command"]
+    if "earlier_hosts" in content:  # the last run measured the rest alone
+        command = told.get("command", command)
     earlier = [one["commit"] for one in content.get("earlier_hosts", ())]
     commits = dict.fromkeys([*earlier, told.get("commit") or host.get("commit")])
     rest = f", {host['cores']} cores, load {host['load_1min']:.1f}" if host else ""
     return Measured(
         file=f"[{name}](../benchmarks/results/{name}.json)",
-        command=f"`{host.get('command') or told['command']}`",
+        command=f"`{command}`",
         commit=f"{', '.join(map(str, commits))} (added in {told['added']})",
         date=str(host.get("date") or told["date"])[:10],
         machine=cpu + rest,

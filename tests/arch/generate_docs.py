@@ -24,6 +24,7 @@ from tests.arch.result_tables import (
     adaptive_choices,
     adaptive_links,
     adaptive_memory,
+    claims,
     compress_times,
     frontier,
     image_methods,
@@ -365,11 +366,16 @@ def _measured(name: str) -> Measured:
     parts = [content, *(part for part in content.values() if isinstance(part, dict))]
     host = next((part["host"] for part in parts if "host" in part), {})
     cpu = re.sub(r"\((?:R|TM)\)| Processor", "", host.get("cpu", "machine not recorded"))
+    command = host.get("command") or told["command"]
+    if "earlier_hosts" in content:  # the last run measured the rest alone
+        command = told.get("command", command)
+    earlier = [one["commit"] for one in content.get("earlier_hosts", ())]
+    commits = dict.fromkeys([*earlier, told.get("commit") or host.get("commit")])
     rest = f", {host['cores']} cores, load {host['load_1min']:.1f}" if host else ""
     return Measured(
         file=f"[{name}](../benchmarks/results/{name}.json)",
-        command=f"`{host.get('command') or told['command']}`",
-        commit=f"{told.get('commit') or host.get('commit')} (added in {told['added']})",
+        command=f"`{command}`",
+        commit=f"{', '.join(map(str, commits))} (added in {told['added']})",
         date=str(host.get("date") or told["date"])[:10],
         machine=cpu + rest,
         stale=told.get("stale", ""),
@@ -391,6 +397,7 @@ PIECES: dict[str, Callable[..., str]] = {
     "adaptive_choices": adaptive_choices,
     "adaptive_memory": adaptive_memory,
     "image_methods": image_methods,
+    "claims": claims,
     "compress_times": compress_times,
     "static_kernels": static_kernels,
     "pipelines": pipelines,

@@ -5,6 +5,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from triptych.evals.claims.claims_results import ClaimsResults
+from triptych.evals.claims.verdicts import verdicts
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -195,6 +198,24 @@ def static_kernels(name: str) -> str:
     head = ("method", "target", "registers, bytes spilled", "pages", "loads of a pass and lane")
     more = ("instructions per token", "instructions of a pass", "TB/s if all slots issue")
     return table((*head, *more), list(dict.fromkeys(rows)))
+
+
+def claims(name: str) -> str:
+    """What the papers claim, and whether it holds in a result file of ``triptych eval claims``."""
+    rows = [
+        (
+            f"`{one.part}`",
+            one.paper,
+            one.claim,
+            {"yes": "holds", "no": "**does not hold**", "open": "open"}[one.holds],
+            one.number,
+            f"{one.mean:.3g}",
+            "{:.3g} to {:.3g}".format(*one.ci95),
+        )
+        for one in verdicts(ClaimsResults.from_json(_result(name)))
+    ]
+    head = ("part", "paper", "claim", "here", "number, and where the claim holds", "mean", "95 %")
+    return table(head, rows)
 
 
 def pipelines(name: str) -> str:

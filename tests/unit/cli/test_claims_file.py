@@ -1,6 +1,7 @@
 """The result file of ``triptych eval claims``: written part by part, and completed later."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,34 @@ def test_parts_are_found_again(tmp_path: Path) -> None:
     assert [(one["part"], one["stats"]["mean"]) for one in data["figures"]] == [("drift", 2.0)]
     assert data["seconds"] >= second.seconds_before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_names_the_machines_and_commits_of_all_its_runs(tmp_path: Path) -> None:
+    path = tmp_path / "claims.json"
+    hosts = [{"commit": commit} for commit in ("a", "b", "c")]
+    for draw, host in enumerate(hosts, 1):
+        file = replace(ClaimsFile.open(path, CONDITIONS), host=host)
+        file.write(file.known.with_draw("drift", draw, {"KL": 1}))
+    data = json.loads(path.read_text())
+    assert (data["earlier_hosts"], data["host"]) == (hosts[:2], hosts[2])
+    replace(ClaimsFile.open(path, CONDITIONS), host=hosts[0])
+    assert json.loads(path.read_text()) == data  # a run that measures nothing leaves it as it is
+
+
+def test_claims_are_in_the_file_once_all_draws_are(tmp_path: Path) -> None:
+    path = tmp_path / "claims.json"
+    file = ClaimsFile.open(path, CONDITIONS)
+    found = file.known
+    for draw, orders in enumerate((7.0, 8.0), 1):
+        found = found.with_draw(
+            "ranges", draw, {"weights, orders": orders, "value norms, orders": 2}
+        )
+        file.write(found)
+        claims = json.loads(path.read_text())["claims"]
+        assert len(claims) == (draw == 2)
+    assert (claims[0]["part"], claims[0]["paper"]) == ("ranges", "LeanKV, figure 1")
+    assert (claims[0]["mean"], claims[0]["draws"]) == (5.5, 2)
+    assert claims[0]["holds"] == "open"  # 5.5 +- 6.4 with two draws
 
 
 def test_a_file_of_other_settings_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ from triptych.cli.output import write_json
 from triptych.core.errors import ConfigError
 from triptych.core.schema import SchemaError
 from triptych.evals.claims.claims_results import ClaimsResults
+from triptych.evals.claims.verdicts import verdicts
 from triptych.loadgen.report.host import HostInfo, host_info
 
 
@@ -23,6 +24,8 @@ class ClaimsFile:
     known: ClaimsResults
     seconds_before: float = 0.0
     """Duration of the runs that measured ``known``."""
+    earlier_hosts: tuple[HostInfo, ...] = ()
+    """Conditions of those runs, the first one first."""
     started: float = field(default_factory=time.monotonic)
     host: HostInfo = field(default_factory=host_info)
 
@@ -40,13 +43,20 @@ class ClaimsFile:
         except (ValueError, SchemaError) as error:
             raise ConfigError(f"{path}: not a file of this command ({error})") from error
         _check(path, known.conditions, conditions)
-        return cls(path=path, known=known, seconds_before=data.get("seconds", 0.0))
+        return cls(
+            path=path,
+            known=known,
+            seconds_before=data.get("seconds", 0.0),
+            earlier_hosts=(*data.get("earlier_hosts", ()), data.get("host", {})),
+        )
 
     def write(self, found: ClaimsResults) -> None:
         """Replace the file, at once for readers."""
         if self.path is not None:
             seconds = round(self.seconds_before + time.monotonic() - self.started, 1)
-            write_json({"host": self.host, "seconds": seconds, **found.as_json()}, self.path)
+            earlier = {"earlier_hosts": self.earlier_hosts} if self.earlier_hosts else {}
+            told = {"claims": [asdict(one) for one in verdicts(found)], **found.as_json()}
+            write_json({"host": self.host, **earlier, "seconds": seconds, **told}, self.path)
 
 
 def _check(path: Path, known: Mapping[str, object], conditions: Mapping[str, object]) -> None:

@@ -6,6 +6,7 @@ from typing import Self
 
 from triptych.core.schema import build
 from triptych.evals.studies.ablation import AblationResults, SeedStats
+from triptych.evals.studies.study import Results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +27,14 @@ class ClaimsResults:
         default_factory=dict[str, dict[str, dict[str, float]]]
     )
     """By part and seed: the figures of a draw; none where the part is not measured in it."""
+    ablation_draws: dict[str, Results] = field(default_factory=dict[str, Results])
+    """By seed, until all draws of the ablation are measured."""
     ablation: AblationResults | None = None
 
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> Self:
         """Raises: SchemaError if a value is missing or of another kind"""
-        names = ("conditions", "draws", "ablation")
+        names = ("conditions", "draws", "ablation_draws", "ablation")
         return build(cls, {name: data[name] for name in names if name in data})
 
     def has_draw(self, part: str, seed: int) -> bool:
@@ -40,6 +43,9 @@ class ClaimsResults:
     def with_draw(self, part: str, seed: int, figures: Mapping[str, float]) -> Self:
         by_seed = {**self.draws.get(part, {}), str(seed): dict(figures)}
         return replace(self, draws={**self.draws, part: by_seed})
+
+    def with_ablation_draw(self, seed: int, results: Results) -> Self:
+        return replace(self, ablation_draws={**self.ablation_draws, str(seed): results})
 
     @property
     def figures(self) -> list[ClaimFigure]:
@@ -53,6 +59,8 @@ class ClaimsResults:
 
     def as_json(self) -> dict[str, object]:
         axes = {} if self.ablation is None else {"ablation": self.ablation.as_json()}
+        if self.ablation_draws:
+            axes = {"ablation_draws": {s: asdict(one) for s, one in self.ablation_draws.items()}}
         figures = [asdict(figure) for figure in self.figures]
         return {"conditions": self.conditions, "figures": figures, "draws": self.draws, **axes}
 

@@ -18,7 +18,7 @@ from triptych.evals.claims.precision_levels import four_levels
 from triptych.evals.claims.scorer_memory import scorer_peaks
 from triptych.evals.claims.token_classes import token_classes
 from triptych.evals.data.texts import Split, text_hash
-from triptych.evals.studies.ablation import T_975, Ablation, Advance, Begin, ablate
+from triptych.evals.studies.ablation import T_975, Ablation, Advance, Begin, ablate_one, joined
 from triptych.workers.models.compression_profile import find_profile
 
 AXES = ("pruning", "low_format", "levels", "combination", "shares", "answers")
@@ -133,7 +133,7 @@ PARTS: dict[str, Measure] = {
 
 
 Keep = Callable[[ClaimsResults], None]
-"""Called after each part of a draw, with all that has been measured so far."""
+"""Called after each part of a draw, the ablation too, with all that has been measured so far."""
 
 
 def measure_claims(
@@ -156,6 +156,11 @@ def measure_claims(
                 keep(found)
                 advance(part, 1)
     if ABLATION in study.chosen and found.ablation is None:
-        found = replace(found, ablation=ablate(study.ablation(), begin, advance))
+        for one in study.ablation().studies:
+            if str(one.seed) not in found.ablation_draws:
+                found = found.with_ablation_draw(one.seed, ablate_one(one, begin, advance))
+                keep(found)
+        draws = [found.ablation_draws[str(seed)] for seed in study.seed_numbers]
+        found = replace(found, ablation=joined(study.ablation(), draws), ablation_draws={})
         keep(found)
     return found

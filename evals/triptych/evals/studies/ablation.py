@@ -186,6 +186,10 @@ class Point:
     """LeanKV's rule: the mean log perplexity is within three standard deviations of that of the
     full cache. Draws differ in their texts, so the deviation is that of texts and the rule is
     weak; the interval of KL is the stricter one."""
+    kl_by_seed: tuple[float, ...] = ()
+    perplexity_by_seed: tuple[float, ...] = ()
+    """Perplexity ratios; empty in older files. Settings share the texts of a draw, so that their
+    figures can be compared draw by draw."""
     attention_us: float | None = None
     """Microseconds of selection and attention of one layer of one request in such pages, at the
     context of the ablation; None where the axis is not that of the page size."""
@@ -234,13 +238,14 @@ def ablate(plan: Ablation, begin: Begin, advance: Advance) -> AblationResults:
     for name, one in waiting:
         begin(name, cases_of(one))
 
-    def run(name: str, one: Prepared) -> Results:
-        records = measure(one, lambda _method, count: advance(name, count), lambda _n, _c: None)
-        return report(one, records)
-
     found = list[Results]()
     while waiting:  # frees the prompts of a study before the next one begins
-        found.append(run(*waiting.popleft()))
+        found.append(_run(*waiting.popleft(), advance))
+    return joined(plan, found)
+
+
+def joined(plan: Ablation, found: Sequence[Results]) -> AblationResults:
+    """Points and scores of the results of all studies."""
     settings = {key: value for key, value in vars(plan).items() if key not in {"base", "model"}}
     known = ("model", "model_revision", "text_hash", "default_compressor")
     return AblationResults(
@@ -250,6 +255,21 @@ def ablate(plan: Ablation, begin: Begin, advance: Advance) -> AblationResults:
         ),
         scores=scores_of([one.tasks for one in found if one.tasks]),
     )
+
+
+def ablate_one(study: Study, begin: Begin, advance: Advance) -> Results:
+    """Run one of the studies of a plan.
+
+    Raises: ConfigError for a wrong setting; ModelError if a request fails
+    """
+    name, prepared = name_of(study), prepare(study)
+    begin(name, cases_of(prepared))
+    return _run(name, prepared, advance)
+
+
+def _run(name: str, prepared: Prepared, advance: Advance) -> Results:
+    records = measure(prepared, lambda _m, count: advance(name, count), lambda _n, _c: None)
+    return report(prepared, records)
 
 
 def name_of(study: Study) -> str:
@@ -311,6 +331,8 @@ def _point(axis: str, label: str, name: str, rows: Sequence[Row]) -> Point:
         top1_agreement=SeedStats.of([row.summary.top1_agreement for row in rows]),
         perplexity_ratio=SeedStats.of([row.summary.perplexity_ratio for row in rows]),
         is_neutral=is_neutral(rows),
+        kl_by_seed=tuple(row.summary.kl for row in rows),
+        perplexity_by_seed=tuple(row.summary.perplexity_ratio for row in rows),
     )
 
 

@@ -30,8 +30,12 @@ from triptych.evals.claims.precision_levels import (
     settings,
 )
 from triptych.evals.claims.scorer_memory import scorer_peaks
+from triptych.evals.claims.verdicts import CLAIMS, verdicts
+from triptych.evals.metrics.fidelity import Summary
 from triptych.evals.metrics.fragmentation import page_waste
 from triptych.evals.studies.ablation import AXES as ALL_AXES
+from triptych.evals.studies.report import Row
+from triptych.evals.studies.study import Results, Study
 from triptych.workers.compress.class_report import class_shares
 
 SMALL = AppConfig(pool=PoolConfig(kv_cache_memory_bytes=16 << 20))
@@ -160,6 +164,41 @@ def test_every_part_has_figures_with_intervals(found: ClaimsResults) -> None:
     assert "snapkv: KL, steps 0 to 6" in by_name
 
 
+def test_every_part_has_a_claim_whose_figures_are_there(found: ClaimsResults) -> None:
+    told = verdicts(found)
+    assert {one.part for one in told} == {"ranges", "critical", "sparsity", "classes", "drift"}
+    assert {claim.part for claim in CLAIMS} == {*PARTS, "ablation"}
+    assert all(one.paper and one.claim and one.draws == 2 for one in told)
+
+
+@pytest.mark.parametrize(
+    ("orders", "holds"),
+    [((7.0, 7.1, 7.2), "yes"), ((1.0, 1.1, 1.2), "no"), ((1.0, 2.0, 3.0), "open")],
+)
+def test_a_claim_holds_if_its_interval_is_beside_the_bound(
+    orders: tuple[float, ...], holds: str
+) -> None:
+    found = ClaimsResults(conditions={"seeds": 3})
+    for seed, value in enumerate(orders, 1):
+        assert not verdicts(found)  # of some draws alone
+        figures = {"weights, orders": value, "value norms, orders": 2.0}
+        found = found.with_draw("ranges", seed, figures)
+    (told,) = verdicts(found)
+    assert (told.holds, told.draws) == (holds, 3)
+    assert told.mean == pytest.approx(np.mean(orders) - 2)
+
+
+def test_ratios_have_geometric_means_and_positive_intervals() -> None:
+    found = ClaimsResults(conditions={"seeds": 2})
+    for seed, dynamic in enumerate((2.0, 8.0), 1):
+        figures = {"keep 0.5: error, dynamic": dynamic, "keep 0.5: error, static": 1.0}
+        found = found.with_draw("sparsity", seed, figures)
+    (told,) = verdicts(found)
+    assert told.mean == pytest.approx(4.0)
+    assert 0 < told.ci95[0] < 1 < told.ci95[1]
+    assert told.holds == "open"
+
+
 def test_figures_are_read_back(found: ClaimsResults) -> None:
     read = ClaimsResults.from_json(json.loads(json.dumps(found.as_json())))
     assert read.figures == found.figures
@@ -198,6 +237,69 @@ def test_a_stopped_run_continues_where_it_was(
     ]
     assert measured(study, complete) == complete
     assert len(calls) == 6
+
+
+def ablated(study: Study) -> Results:
+    """KL of each method by the name of its low format and the draw."""
+    kl = {"k2v4": 0.4, "k4v2": 0.1}
+    rows = [
+        Row(
+            method=name,
+            context=study.contexts[0],
+            bytes_data_ratio=0.3,
+            bytes_all_in_ratio=0.3,
+            attention_hit=None,
+            attention_hit_bound=None,
+            summary=Summary(
+                documents=1,
+                tokens=32,
+                kl=kl.get(name[-4:], 0.2) * study.seed,
+                kl_ci95=None,
+                kl_p99=1.0,
+                top1_agreement=0.9,
+                top1_ci95=None,
+                perplexity=10.0 + study.seed,
+                perplexity_full=10.0 + study.seed,
+                perplexity_ratio=1.0 + study.seed / 1000,
+                nll_difference=0.0,
+                nll_difference_ci95=None,
+            ),
+            kl_over_first_ci95=None,
+            kl_by_document=(0.1,),
+        )
+        for name in study.methods
+    ]
+    names = ("model", "model_revision", "text_hash", "default_compressor")
+    return Results(conditions=dict.fromkeys(names, ""), rows=rows, tasks=[], answers=[])
+
+
+def test_a_stopped_ablation_continues_with_the_next_draw(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[int]()
+
+    def measure(study: Study, _begin: object, _advance: object) -> Results:
+        calls.append(study.seed)
+        if calls == [1, 2]:
+            raise KeyboardInterrupt
+        return ablated(study)
+
+    monkeypatch.setattr("triptych.evals.claims.claims_study.ablate_one", measure)
+    study = ClaimsStudy(model=str(tiny_model), parts=("ablation",), seeds=3)
+    kept = [ClaimsResults(conditions=study.conditions)]
+    with pytest.raises(KeyboardInterrupt):
+        measured(study, kept[0], kept.append)
+    read = ClaimsResults.from_json(json.loads(json.dumps(kept[-1].as_json())))
+    assert list(read.ablation_draws) == ["1"]
+    complete = measured(study, read, kept.append)
+    assert calls == [1, 2, 2, 3]
+    assert "ablation_draws" not in complete.as_json()
+    told = {one.claim: one for one in verdicts(complete)}
+    assert len(told) == sum(claim.part == "ablation" for claim in CLAIMS)
+    keys = told["keys need more bits than values"]
+    assert (keys.holds, keys.mean) == ("yes", pytest.approx(4.0))
+    again = ClaimsResults.from_json(json.loads(json.dumps(complete.as_json())))
+    assert verdicts(again) == verdicts(complete)
 
 
 def test_other_parts_have_the_same_conditions(tiny_model: Path) -> None:

@@ -59,7 +59,13 @@ class OneAtATime(DedicatedCores):
         self._turn = lock
 
     @contextmanager
-    def step(self, _is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
+    def step(
+        self,
+        _is_urgent: Callable[[], bool],
+        *,
+        leaves_core: bool = False,
+        divides_step: bool = False,
+    ) -> Generator[None]:
         with self._turn:
             yield
 

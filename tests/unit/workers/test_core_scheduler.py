@@ -97,6 +97,18 @@ def test_a_small_step_leaves_a_core_and_the_next_one_has_all(tmp_path: Path) -> 
         assert torch.get_num_threads() == 1
 
 
+def test_decode_alone_has_all_of_two_cores_if_it_divides_its_steps(tmp_path: Path) -> None:
+    decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
+    prompts, threads = SharedCores(tmp_path, cores=2), list[int]()
+    for divides in (False, True):
+        with decode.step(lambda: False, divides_step=divides):
+            threads.append(torch.get_num_threads())
+    prompts.set_working(has_more=True, has_prompts=True)
+    with decode.step(lambda: True, divides_step=True):
+        threads.append(torch.get_num_threads())
+    assert threads == [1, 2, 1]
+
+
 def test_cores_are_divided_while_prompts_and_answers_are_computed(tmp_path: Path) -> None:
     prompts = SharedCores(tmp_path, cores=3)
     decode = SharedCores(tmp_path, cores=3, is_decode_only=True)

@@ -24,7 +24,13 @@ class BusyCores:
         self.has_prompts = list[bool]()
 
     @contextmanager
-    def step(self, is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
+    def step(
+        self,
+        is_urgent: Callable[[], bool],
+        *,
+        leaves_core: bool = False,
+        divides_step: bool = False,
+    ) -> Generator[None]:
         is_urgent()
         time.sleep(self.others_s)
         self.turns += 1
@@ -59,6 +65,9 @@ class Recorder:
         return self._is_late
 
     def leaves_core(self) -> bool:
+        return False
+
+    def divides_step(self) -> bool:
         return False
 
     def step(self) -> Iterable[Send]:

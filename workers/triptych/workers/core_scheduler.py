@@ -47,7 +47,13 @@ class DedicatedCores:
         torch.set_num_threads(threads)
 
     @contextmanager
-    def step(self, _is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
+    def step(
+        self,
+        _is_urgent: Callable[[], bool],
+        *,
+        leaves_core: bool = False,
+        divides_step: bool = False,
+    ) -> Generator[None]:
         yield
 
     def set_working(self, *, has_more: bool, has_prompts: bool) -> None:
@@ -104,12 +110,19 @@ class SharedCores:
         return _is_held(self._others_work)
 
     @contextmanager
-    def step(self, is_urgent: Callable[[], bool], *, leaves_core: bool = False) -> Generator[None]:
+    def step(
+        self,
+        is_urgent: Callable[[], bool],
+        *,
+        leaves_core: bool = False,
+        divides_step: bool = False,
+    ) -> Generator[None]:
         """Wait for the turn and hold it during a step.
 
         A step that is not urgent lets prompts go first if it would have the same core, and pauses
         if they wait. ``leaves_core``: the step is small, and leaves a core to other processes; a
-        chunk of a prompt may have it too, if the step is not urgent.
+        chunk of a prompt may have it too, if the step is not urgent. ``divides_step``: its threads
+        do not wait for each other after each operation, so a decode step may have all cores.
         """
         self._claim(is_lent=leaves_core and self._should_lend() and not is_urgent())
         while not is_urgent() and self._should_wait(leaves_core=leaves_core):
@@ -119,7 +132,7 @@ class SharedCores:
         fcntl.flock(self._next, fcntl.LOCK_UN)
         begun_s = time.monotonic()
         try:
-            with self._threads(leaves_core=leaves_core):
+            with self._threads(leaves_core=leaves_core, divides_step=divides_step):
                 yield
         finally:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
@@ -145,7 +158,7 @@ class SharedCores:
         return _is_held(self._queue)
 
     @contextmanager
-    def _threads(self, *, leaves_core: bool) -> Generator[None]:
+    def _threads(self, *, leaves_core: bool, divides_step: bool) -> Generator[None]:
         """Run a step with as many threads as it has cores."""
         if not self._is_divided:
             yield
@@ -154,8 +167,11 @@ class SharedCores:
             if not is_alone:
                 torch.set_num_threads(min(self._share, self._read_team().threads))
                 yield
-            elif leaves_core or self._is_decode_only:
+            elif leaves_core or (self._is_decode_only and not divides_step):
                 torch.set_num_threads(self._cores - 1)
+                yield
+            elif self._is_decode_only:
+                torch.set_num_threads(max(2, self._cores - 1))
                 yield
             else:
                 with self._team():

@@ -198,7 +198,11 @@ class StageLoop:
             self._waits_since.pop(engine.stage, None)
             return
         waits_since = self._waits_since.setdefault(engine.stage, time.monotonic())
-        with self._cores.step(lambda: self._is_urgent(engine), leaves_core=engine.leaves_core()):
+        with self._cores.step(
+            lambda: self._is_urgent(engine),
+            leaves_core=engine.leaves_core(),
+            divides_step=engine.divides_step(),
+        ):
             until = 2 * time.monotonic() - waits_since
             self._take_messages()
             while engine.has_work() and not self._is_over:

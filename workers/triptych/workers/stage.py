@@ -58,6 +58,10 @@ class Engine(Protocol):
         """Whether the next step gains so little from the last core that others may have it."""
         ...
 
+    def divides_step(self) -> bool:
+        """Whether the threads of the next step wait for each other only once."""
+        ...
+
     def requests(self) -> list[str]:
         """Ids of the requests that this stage holds."""
         ...

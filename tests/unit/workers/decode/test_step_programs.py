@@ -75,14 +75,20 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.skipif(not multiplies_words(), reason="not a processor of x86")
-@pytest.mark.parametrize("most", [64, 2])
+@pytest.mark.parametrize(("most", "parts"), [(64, 1), (64, 3), (2, 2)])
 @pytest.mark.parametrize(
     "family", ["Llama", "Mistral, window", "Qwen2, biases", "Qwen3, norms of heads"]
 )
 def test_a_program_computes_the_bits_of_its_ops(
-    family: str, most: int, tmp_path: Path, steps: list[bool], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    most: int,
+    parts: int,
+    tmp_path: Path,
+    steps: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_programs, "MOST_PROGRAMS", most)
+    monkeypatch.setattr(StepPrograms, "_parts", lambda _, requests: min(parts, requests))
     path = save(family, tmp_path)
     found = answers(path)
     assert steps

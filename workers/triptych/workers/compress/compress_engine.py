@@ -144,6 +144,9 @@ class CompressEngine:
     def leaves_core(self) -> bool:
         return False
 
+    def divides_step(self) -> bool:
+        return False
+
     def requests(self) -> list[str]:
         return [*self._open, *self._planned, *(job.request for job in self._ready)]
 

@@ -254,6 +254,10 @@ class DecodeEngine:
         is_small = self.runner.step_bytes <= FEW_BYTES
         return is_small and len(self._running) <= FEW_REQUESTS
 
+    def divides_step(self) -> bool:
+        made = self.__dict__.get("_programs")  # by the first step
+        return made is not None and made.divides(len(self._running))
+
     def requests(self) -> list[str]:
         return [*self._running, *self._publishing]
 

@@ -134,6 +134,9 @@ class EncodeEngine:
     def leaves_core(self) -> bool:
         return False
 
+    def divides_step(self) -> bool:
+        return False
+
     def requests(self) -> list[str]:
         return list(self._work)
 

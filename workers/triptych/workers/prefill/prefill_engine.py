@@ -171,6 +171,9 @@ class PrefillEngine:
     def leaves_core(self) -> bool:
         return False
 
+    def divides_step(self) -> bool:
+        return False
+
     def requests(self) -> list[str]:
         entries = [*self._waiting, *self._prompts]
         return [request.id for entry in entries for request in entry.requests]

@@ -145,8 +145,8 @@ class PromptPrograms:
             program = LayerProgram(
                 self._blocks[layers.start : layers.stop],
                 self._centre[layers.start : layers.stop],
-                self._memory.sliced(tokens),
-                partial(self._attention, rounding),
+                self._memory.of_tokens(range(tokens)),
+                [(range(tokens), partial(self._attention, rounding))],
                 ends_with_attention=layers.stop == len(self._blocks),
             )
         self._programs[key] = program

@@ -8,12 +8,14 @@ of a step that is run op by op.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from triptych.kernels import multiplies_tiles
 from triptych.kernels.cpu_jobs import (
     Job,
     LogitTransform,
@@ -35,6 +37,9 @@ from triptych.workers.models.runner import ModelRunner, Runner
 MOST_PROGRAMS = 64
 """Programs that are kept, of 0.2 MB each; making one takes some milliseconds."""
 
+FEWEST_REQUESTS = 2
+"""Of a part of a step. On processors with tiles of 16 rows a part would take as long as all."""
+
 SLOTS, POSITIONS, PLACES, SCORED = range(4)
 """Rows of the numbers that a step copies; ``SCORED``: slots of the requests that are scored."""
 
@@ -47,6 +52,13 @@ class _Kind:
     section: int
     """The section that gets the new tokens."""
     is_scored: bool
+    parts: int
+    """Parts of the requests, which threads compute beside each other."""
+
+    def ranges(self) -> list[range]:
+        """The requests of each part."""
+        bounds = [self.requests * part // self.parts for part in range(self.parts + 1)]
+        return [range(*pair) for pair in pairwise(bounds)]
 
 
 class StepPrograms:
@@ -85,6 +97,10 @@ class StepPrograms:
         parts = runner.centred_blocks
         return None if parts is None else cls(*parts, memory, sections, scores, max_requests)
 
+    def divides(self, requests: int) -> bool:
+        """Whether each thread computes some of so many requests, if there are several threads."""
+        return not multiplies_tiles() and requests >= 2 * FEWEST_REQUESTS
+
     def forward(
         self, runner: Runner, tokens: NDArray[np.int64], rotary: NDArray[np.int32], new: NewTokens
     ) -> Tensor | None:
@@ -95,13 +111,18 @@ class StepPrograms:
         if not isinstance(runner, ModelRunner) or len(new.stores) != 1:
             return None  # profiled, or of several methods
         section = new.stores[0][0]
-        kind = _Kind(len(tokens), section, len(new.scored) > 0)
+        kind = _Kind(len(tokens), section, len(new.scored) > 0, self._parts(len(tokens)))
         numbers = self._numbers_of(kind)
         numbers[[SLOTS, POSITIONS, PLACES]] = np.stack((new.slots, new.positions, new.places))
         numbers[SCORED] = NO_SLOT
         numbers[SCORED, new.scored] = new.slots[new.scored]
         program, device = self._program(kind), self._pages.device
         return runner.run(program, device.put(tokens), device.put(rotary))
+
+    def _parts(self, requests: int) -> int:
+        if not self.divides(requests):
+            return 1
+        return min(torch.get_num_threads(), requests // FEWEST_REQUESTS)
 
     def _numbers_of(self, kind: _Kind) -> NDArray[np.int32]:
         """The memory of the numbers of a step, [4, requests]."""
@@ -111,15 +132,19 @@ class StepPrograms:
         """The program of a kind; of more than ``MOST_PROGRAMS`` the one used longest ago goes."""
         program = self._programs.pop(kind, None)
         if program is None:
-            attention = _Attention(
-                self._pages, self._sections, self._scores, kind, self._numbers, self._lse
-            )
-            memory = self._memory.sliced(kind.requests)
-            program = LayerProgram(self._blocks, self._centre, memory, attention)
+            memory = self._memory.of_tokens(range(kind.requests))
+            parts = [(part, self._attention(kind, part)) for part in kind.ranges()]
+            program = LayerProgram(self._blocks, self._centre, memory, parts)
         self._programs[kind] = program
         if len(self._programs) > MOST_PROGRAMS:
             self._programs.popitem(last=False)
         return program
+
+    def _attention(self, kind: _Kind, requests: range) -> "_Attention":
+        rows = slice(requests.start, requests.stop)
+        numbers = self._numbers[: 4 * kind.requests].view(4, -1)[:, rows]
+        lse = self._lse.view(len(self._memory.hidden), -1)[rows]
+        return _Attention(self._pages, self._sections, self._scores, kind, numbers, lse)
 
 
 class _Attention:
@@ -134,9 +159,9 @@ class _Attention:
         numbers: Tensor,
         lse: Tensor,
     ) -> None:
+        """``numbers`` and ``lse``: of the requests of a part."""
         self._pages, self._sections, self._scores, self._kind = pages, sections, scores, kind
-        self._numbers = numbers[: 4 * kind.requests].view(4, -1)
-        self._lse = lse
+        self._numbers, self._lse = numbers, lse
 
     def __call__(
         self,
@@ -149,7 +174,7 @@ class _Attention:
     ) -> list[Job]:
         arena, sections = self._pages.near, self._sections.of_layer[layer]
         slots, positions, places, _ = self._numbers
-        lse = self._lse[: query.shape[0] * query.shape[1]].view(query.shape[:2])
+        lse = self._lse
         transform = LogitTransform(traits.scale, traits.window, traits.softcap)
         store = append_job(
             arena, sections[self._kind.section], key, value, slots, places, positions

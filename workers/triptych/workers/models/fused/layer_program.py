@@ -47,7 +47,7 @@ class AttentionJobs(Protocol):
 class StepMemory:
     """Memory of a step for a number of tokens: its input, and what one layer hands to the next.
 
-    All layers use the same. ``sliced`` is that of fewer tokens.
+    All layers use the same. ``of_tokens`` is that of some of them.
     """
 
     hidden: Tensor
@@ -89,8 +89,9 @@ class StepMemory:
             gated=torch.empty(tokens, block.gate_up.results, dtype=dtype),
         )
 
-    def sliced(self, tokens: int) -> "StepMemory":
-        return StepMemory(**{name: getattr(self, name)[:tokens] for name in self.__slots__})
+    def of_tokens(self, tokens: range) -> "StepMemory":
+        rows = slice(tokens.start, tokens.stop)
+        return StepMemory(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
 
 class LayerProgram:
@@ -101,15 +102,32 @@ class LayerProgram:
         blocks: Sequence[Int4Block],
         centre: Tensor,
         memory: StepMemory,
-        attention: AttentionJobs,
+        parts: Sequence[tuple[range, AttentionJobs]],
         *,
         ends_with_attention: bool = False,
     ) -> None:
         """``centre``: of ``Coordinates``; ``memory``: that of the tokens.
 
-        ``ends_with_attention``: what follows the last attention is left to ``of_rows``.
+        ``parts``: tokens that are computed beside each other, each part in one thread, with their
+        attention; a single part in all threads. ``ends_with_attention``: what follows the last
+        attention is left to ``of_rows``.
         """
         self._memory, self._last = memory, blocks[-1]
+        self._ends_with_attention = ends_with_attention
+        rows = [
+            self._jobs(blocks, centre, memory.of_tokens(tokens), attention)
+            for tokens, attention in parts
+        ]
+        self._program = Program(*rows)
+
+    def _jobs(
+        self,
+        blocks: Sequence[Int4Block],
+        centre: Tensor,
+        memory: StepMemory,
+        attention: AttentionJobs,
+    ) -> list[Job]:
+        """The jobs of some of the tokens."""
         jobs = list[Job]()
         for layer, block in enumerate(blocks):
             jobs.extend(_head_jobs(block, memory, centre[layer], is_first=layer == 0))
@@ -118,9 +136,9 @@ class LayerProgram:
             value = memory.turned[:, rotated:]
             jobs.extend(attention(layer, query, key, value, block.traits, memory.mixed))
             jobs.append(rotate_back_job(memory.mixed, memory.back))
-            if block is not self._last or not ends_with_attention:
+            if block is not self._last or not self._ends_with_attention:
                 jobs.extend(_mix_jobs(block, memory))
-        self._program = Program(jobs)
+        return jobs
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The residual stream after the layers; it is valid until the next call.

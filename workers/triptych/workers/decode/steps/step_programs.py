@@ -40,6 +40,9 @@ MOST_PROGRAMS = 64
 FEWEST_REQUESTS = 2
 """Of a part of a step. On processors with tiles of 16 rows a part would take as long as all."""
 
+MOST_BYTES = 128 << 20
+"""Weights of a step in parts. Each thread reads all of them, larger ones from memory."""
+
 SLOTS, POSITIONS, PLACES, SCORED = range(4)
 """Rows of the numbers that a step copies; ``SCORED``: slots of the requests that are scored."""
 
@@ -72,8 +75,10 @@ class StepPrograms:
         sections: Sections,
         scores: TokenScores,
         max_requests: int,
+        weight_bytes: int,
     ) -> None:
-        """``centre``: of ``Coordinates``."""
+        """``centre``: of ``Coordinates``; ``weight_bytes``: what a step reads."""
+        self._has_parts = weight_bytes <= MOST_BYTES and not multiplies_tiles()
         self._blocks, self._centre = blocks, centre
         self._pages, self._sections, self._scores = memory, sections, scores
         self._memory = StepMemory.of(self._blocks[0], max_requests)
@@ -95,11 +100,13 @@ class StepPrograms:
         if not memory.device.is_host or not isinstance(runner, ModelRunner):
             return None
         parts = runner.centred_blocks
-        return None if parts is None else cls(*parts, memory, sections, scores, max_requests)
+        if parts is None:
+            return None
+        return cls(*parts, memory, sections, scores, max_requests, runner.step_bytes)
 
     def divides(self, requests: int) -> bool:
         """Whether each thread computes some of so many requests, if there are several threads."""
-        return not multiplies_tiles() and requests >= 2 * FEWEST_REQUESTS
+        return self._has_parts and requests >= 2 * FEWEST_REQUESTS
 
     def forward(
         self, runner: Runner, tokens: NDArray[np.int64], rotary: NDArray[np.int32], new: NewTokens

@@ -14,7 +14,7 @@ about forty calls.
 import numpy as np
 from numba import types
 
-from triptych.kernels.codegen.kernel_cache import Calls
+from triptych.kernels.codegen.kernel_cache import CalledKernels
 from triptych.kernels.codegen.numba_runtime import kernel
 
 
@@ -216,7 +216,7 @@ _COUNTS, _TABLE, _REVERSED = (
     types.int32[:, :, :, :],
 )
 
-CALLS: Calls = (
+CALLS = CalledKernels(
     (count_new_tokens, (_COUNTS, _LIST, _WORD, _LIST, _IDS, _WORD)),
     (retirement_inputs, (_COUNTS, _LIST, _LIST, _WORD, _WORD)),
     *((fill_rows, (pages, _COUNTS, _WORD, _LIST, _WORD, _LIST)) for pages in (_TABLE, _REVERSED)),

@@ -61,10 +61,9 @@ def groups() -> list[Group]:
 
 
 def find(name: str) -> EntryPoint | CalledKernels:
-    """An entry point by ``module:name``, or the kernels of a module's ``CALLS``."""
+    """An entry point, or kernels that are called, by ``module:name``."""
     module, _, function = name.partition(":")
-    found = getattr(import_module(f"triptych.kernels.{module}"), function)
-    return CalledKernels(module, found) if function == "CALLS" else found
+    return getattr(import_module(f"triptych.kernels.{module}"), function)
 
 
 def compile_all(every: Sequence[Group], processes: int) -> Iterator[bool]:

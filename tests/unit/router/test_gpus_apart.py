@@ -15,7 +15,7 @@ from triptych.core.messages import (
     Report,
     Send,
 )
-from triptych.router.passes.dispatching.dispatch import ENCODER_GRACE_S
+from triptych.router.passes.dispatching.arena_choice import ENCODER_GRACE_S
 
 ONE, TWO = arena_ids("pool", 3, are_apart=True)[1:]
 """Arenas of GPUs that do not access each other."""

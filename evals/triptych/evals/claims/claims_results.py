@@ -20,7 +20,7 @@ class ClaimFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimsResults:
-    """What has been measured so far, with the conditions of the run."""
+    """Figures of the draws that are measured, by part, and the settings of the run."""
 
     conditions: dict[str, object]
     draws: dict[str, dict[str, dict[str, float]]] = field(

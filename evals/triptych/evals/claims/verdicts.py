@@ -30,7 +30,7 @@ DEGRADED = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a paper says, as a number that is above or below a bound."""
+    """A statement of a paper, with the number and the bound that test it."""
 
     part: str
     paper: str

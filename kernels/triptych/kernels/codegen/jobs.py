@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from triptych.core.errors import ConfigError
-from triptych.kernels.codegen.kernel_cache import Calls, EntryPoint
+from triptych.kernels.codegen.kernel_cache import CalledKernels, EntryPoint
 from triptych.kernels.codegen.numba_runtime import (
     fetch_add,
     kernel,
@@ -143,7 +143,7 @@ def _take_rows(address):
 
 
 _WORD = types.int64
-CALLS: Calls = (
+CALLS = CalledKernels(
     (_run_job, (_WORD,) * 5),
     (_run_jobs, (types.int64[:, ::1], _WORD, _WORD)),
     (_run_rows, (types.int64[::1], _WORD, _WORD, _WORD)),

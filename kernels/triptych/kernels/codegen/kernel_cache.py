@@ -30,15 +30,13 @@ _SETTING = threading.RLock()
 _KERNELS = Path(__file__).parents[1]
 
 
-Calls = tuple[tuple[Any, tuple[Any, ...]], ...]
-"""Kernels, each with the types of the arguments of a call."""
-
-
 class CalledKernels:
-    """Kernels that Python calls, which compiles them for the types of their arguments."""
+    """Kernels of a module that Python calls; numba compiles them for the types of arguments."""
 
-    def __init__(self, name: str, calls: Calls) -> None:
-        self.name, self._calls = name, calls
+    def __init__(self, *calls: tuple[Any, tuple[Any, ...]]) -> None:
+        """``calls``: kernels, each with the types of the arguments of a call."""
+        self.calls, module = calls, calls[0][0].py_func.__module__
+        self.name = module.removeprefix("triptych.kernels.")
 
     def compile_if_free(self) -> bool:
         """Compile the kernels; False: they are in the cache, or another process compiles them."""
@@ -46,9 +44,9 @@ class CalledKernels:
             if not _is_ours(file):
                 return False
             with cache_of_these_sources():
-                for function, arguments in self._calls:
+                for function, arguments in self.calls:
                     function.compile(arguments)
-            return any(function.stats.cache_misses for function, _ in self._calls)
+            return any(function.stats.cache_misses for function, _ in self.calls)
 
 
 class EntryPoint:

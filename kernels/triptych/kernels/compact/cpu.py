@@ -10,7 +10,7 @@ from numba import types
 from torch import Tensor
 
 from triptych.core.layout import PageLayout
-from triptych.kernels.codegen.kernel_cache import Calls
+from triptych.kernels.codegen.kernel_cache import CalledKernels
 from triptych.kernels.codegen.numba_runtime import inlined, kernel, prefetch
 from triptych.kernels.compact.retire import NONE, Retirement
 from triptych.kernels.pages import Section, check_arena, check_indices
@@ -224,7 +224,7 @@ def _least(row, end, limit, wanted):
 _WORDS, _INDICES = types.int32[:, ::1], types.int32[::1]
 _TABLE = types.int64[::1], types.int32[:, :, ::1], types.int32[:, ::1]
 
-CALLS: Calls = tuple(
+CALLS = CalledKernels(*(
     (
         _plan,
         (
@@ -233,7 +233,7 @@ CALLS: Calls = tuple(
         ),
     )
     for low in (types.int32[:, :, ::1], types.int32[:, :, :])
-)  # fmt: skip
+))  # fmt: skip
 """How ``plan_retirement`` calls its kernel; low pages are listed from the left or the right."""
 
 

@@ -14,7 +14,7 @@ from triptych.kernels.compact import cpu
 from triptych.workers.local import LocalServer
 
 UNIFORM: dict[str, object] = {"policy": "uniform:k8v4", "recent_window_tokens": 4}
-CALLS = block_table_ops.CALLS + cpu.CALLS
+CALLS = block_table_ops.CALLS.calls + cpu.CALLS.calls
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_a_program_computes_the_bits_of_its_ops(
     steps: list[bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_programs, "MOST_PROGRAMS", most)
+    monkeypatch.setattr(step_programs, "MOST_PARTS", most)
     monkeypatch.setattr(StepPrograms, "_parts", lambda _, requests: min(parts, requests))
     path = save(family, tmp_path)
     found = answers(path)

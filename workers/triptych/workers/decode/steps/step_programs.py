@@ -34,11 +34,11 @@ from triptych.workers.models.fused.int4_block import Int4Block
 from triptych.workers.models.fused.layer_program import LayerProgram, StepMemory
 from triptych.workers.models.runner import ModelRunner, Runner
 
-MOST_PROGRAMS = 64
-"""Programs that are kept, of 0.2 MB each; making one takes some milliseconds."""
+MOST_PARTS = 128
+"""Parts of the programs that are kept, of 0.2 MB each; making one takes some milliseconds."""
 
 FEWEST_REQUESTS = 2
-"""Of a part of a step. On processors with tiles of 16 rows a part would take as long as all."""
+"""Requests of a part of a step."""
 
 MOST_BYTES = 128 << 20
 """Weights of a step in parts. Each thread reads all of them, larger ones from memory."""
@@ -78,6 +78,7 @@ class StepPrograms:
         weight_bytes: int,
     ) -> None:
         """``centre``: of ``Coordinates``; ``weight_bytes``: what a step reads."""
+        # A tile has 16 rows: with fewer a part takes as long as all.
         self._has_parts = weight_bytes <= MOST_BYTES and not multiplies_tiles()
         self._blocks, self._centre = blocks, centre
         self._pages, self._sections, self._scores = memory, sections, scores
@@ -136,14 +137,14 @@ class StepPrograms:
         return self._numbers[: 4 * kind.requests].view(4, -1).numpy()
 
     def _program(self, kind: _Kind) -> LayerProgram:
-        """The program of a kind; of more than ``MOST_PROGRAMS`` the one used longest ago goes."""
+        """The program of a kind; of more than ``MOST_PARTS`` those used longest ago go."""
         program = self._programs.pop(kind, None)
         if program is None:
             memory = self._memory.of_tokens(range(kind.requests))
             parts = [(part, self._attention(kind, part)) for part in kind.ranges()]
             program = LayerProgram(self._blocks, self._centre, memory, parts)
         self._programs[kind] = program
-        if len(self._programs) > MOST_PROGRAMS:
+        while len(self._programs) > 1 and sum(one.parts for one in self._programs) > MOST_PARTS:
             self._programs.popitem(last=False)
         return program
 

@@ -35,11 +35,10 @@ from triptych.kernels.dense.register_product import RegisterProduct
 from triptych.kernels.draw import draw_tokens
 from triptych.kernels.int4 import Int4Tiles, add_norm_multiply_int4, multiply_int4
 from triptych.kernels.int8 import (
+    DotProduct,
     Int8Product,
     QuantizedRows,
-    ScaledRows,
     add_norm_quantize,
-    gate_quantize,
     has_vnni,
     quantize_rows,
 )
@@ -70,6 +69,7 @@ __all__ = [
     "NUMERICS_VERSION",
     "OPS",
     "BlockedProduct",
+    "DotProduct",
     "Int4Tiles",
     "Int8Product",
     "Op",
@@ -79,7 +79,6 @@ __all__ = [
     "RegisterProduct",
     "Retirement",
     "Rule",
-    "ScaledRows",
     "Section",
     "Summaries",
     "add_norm",
@@ -90,7 +89,6 @@ __all__ = [
     "decode_attention",
     "draw_tokens",
     "gate",
-    "gate_quantize",
     "has_vnni",
     "in_pieces",
     "largest_sums",
@@ -155,7 +153,6 @@ OPS: dict[str, Op[..., Any]] = {
         add_norm_multiply_int4,
         quantize_rows,
         add_norm_quantize,
-        gate_quantize,
         recompute_largest,
         draw_tokens,
     )

@@ -32,16 +32,17 @@ def groups() -> list[Group]:
     if multiplies_words():
         names = "_work", "_pack", "_start"
         prompts = [tuple(f"prefill.cpu_bfloat:{name}" for name in names)]
-    if multiplies_words() and (multiplies_tiles() or not has_vnni()):
         prompts.append(tuple(f"codec.store_prompts:{name}" for name in parts))
-    else:  # products of prompts are oneDNN's, so their layers are no programs
+    else:  # layers of prompts are no programs
         codec += ["store", "round_trip"]
     if multiplies_bfloat():
         products = ["vector_product"]
     if multiplies_tiles():
         products = ["amx_product", "amx_levels"]
-    vectors = tuple(f"dense.register_product:{name}" for name in ("_multiply", "_start"))
-    codes = [] if has_vnni() else [vectors]
+    in_8_bits = "int8.dot_product" if has_vnni() else "dense.register_product"
+    codes = [tuple(f"{in_8_bits}:{name}" for name in ("_multiply", "_start"))]
+    if has_vnni() and multiplies_tiles():
+        codes = []  # oneDNN's
     return [
         tuple(f"codec.codec_numba:{name}" for name in codec),
         *prompts,
@@ -54,7 +55,7 @@ def groups() -> list[Group]:
         ("codegen.jobs:_take_rows",),
         tuple(f"pointwise.cpu_rotation:{name}" for name in parts),
         ("logits.cpu:_work",),
-        ("int8.cpu:_work",),
+        tuple(f"int8.cpu:{name}" for name in parts),
         *codes,
         tuple(f"pointwise.cpu:{name}" for name in parts),
     ]

@@ -8,9 +8,8 @@ from triptych.core.errors import ConfigError
 from triptych.kernels import (
     Int8Product,
     QuantizedRows,
-    ScaledRows,
     add_norm_quantize,
-    gate_quantize,
+    gate,
     quantize_rows,
 )
 from triptych.kernels.int8.rows import ZERO_CODE, rotate_inputs
@@ -49,19 +48,13 @@ def test_rows_are_rotated_and_quantized(dtype: torch.dtype, width: int, count: i
 @each("is_first", [False, True])
 def test_a_norm_adds_and_quantizes(width: int, *, is_first: bool) -> None:
     hidden, weight = torch.randn(40, width), torch.rand(width)
-    delta = None if is_first else ScaledRows(torch.randn(40, width).bfloat16(), torch.rand(40))
+    delta = None if is_first else torch.randn(40, width).bfloat16()
     before = hidden.clone()
     total, found = add_norm_quantize(hidden, delta, weight, 1e-5)
     expected, rows = add_norm_quantize.on("reference")(hidden, delta, weight, 1e-5)
     torch.testing.assert_close(total, expected)
     assert_near(found, rows)
     assert hidden.equal(before)
-
-
-@each("dtype", DTYPES)
-def test_a_gate_is_quantized(dtype: torch.dtype) -> None:
-    gate_up, scales = (torch.randn(30, 3072) * 8).to(dtype), torch.rand(30)
-    assert_near(gate_quantize(gate_up, scales), gate_quantize.on("reference")(gate_up, scales))
 
 
 @each("backend", ["reference", "cpu"])
@@ -90,9 +83,32 @@ def test_a_product_is_that_of_the_rows(width: int, dtype: torch.dtype) -> None:
     product = Int8Product.of(weight, dtype)
     for count in (0, 1, 2, 33, 130, 300):
         rows = torch.randn(count, width)
-        found, exact = product(quantize_rows(rows)).rows(), rows @ weight.T
+        found, exact = product(quantize_rows(rows)), rows @ weight.T
         assert found.shape == exact.shape
+        assert found.dtype == dtype
         assert (found - exact).norm() <= 0.015 * exact.norm()
+
+
+@needs_x86
+@each("outputs", [2, 80, 128, 3072])
+def test_a_gated_product_is_the_gate_of_the_product(outputs: int) -> None:
+    weight = torch.randn(outputs, 96)
+    plain, gated = (
+        Int8Product.of(weight, torch.float32, is_gated=is_gated) for is_gated in (False, True)
+    )
+    for count in (0, 1, 5, 97):
+        rows = quantize_rows(torch.randn(count, 96))
+        found = gated(rows)
+        assert found.shape == (count, outputs // 2)
+        torch.testing.assert_close(found, gate.on("reference")(plain(rows)), rtol=1e-5, atol=1e-5)
+
+
+@needs_x86
+def test_a_bias_is_added() -> None:
+    weight, bias = torch.randn(80, 96), torch.randn(80)
+    rows = quantize_rows(torch.randn(7, 96))
+    plain, biased = (Int8Product.of(weight, torch.float32, each) for each in (None, bias))
+    torch.testing.assert_close(biased(rows), plain(rows) + bias)
 
 
 @needs_x86
@@ -102,25 +118,22 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
     whole = product(quantize_rows(rows))
     for first, end in ((0, 1), (5, 7), (3, 20), (7, 72), (0, 130), (99, 300)):
         part = product(quantize_rows(rows[first:end]))
-        assert part.numbers.equal(whole.numbers[first:end])
-        assert part.scales.equal(whole.scales[first:end])
+        assert part.equal(whole[first:end])
 
 
 @needs_x86
 def test_sums_do_not_overflow() -> None:
     """All codes at their limits: pairs of products do not fit in 16 bits."""
     product = Int8Product.of(torch.ones(8, 4096), torch.float32)
-    found = product(quantize_rows(torch.ones(2, 4096))).rows()
+    found = product(quantize_rows(torch.ones(2, 4096)))
     torch.testing.assert_close(found, torch.full((2, 8), 4096.0))
 
 
 def test_mismatched_inputs_are_an_error() -> None:
     with pytest.raises(ConfigError, match="expected dense"):
         quantize_rows(torch.randn(4, 8).T)
-    with pytest.raises(ConfigError, match=r"expected \(3,\)"):
-        gate_quantize(torch.randn(3, 8), torch.ones(2))
     with pytest.raises(ConfigError, match="7 weights for rows of 8"):
         add_norm_quantize(torch.randn(3, 8), None, torch.ones(7), 1e-5)
-    delta = ScaledRows(torch.ones(3, 4), torch.ones(3))
+    delta = torch.ones(3, 4)
     with pytest.raises(ConfigError, match=r"\(3, 4\) to \(3, 8\)"):
         add_norm_quantize(torch.randn(3, 8), delta, torch.ones(8), 1e-5)

@@ -34,6 +34,13 @@ def multiplies_words() -> bool:
 
 
 @cache
+def multiplies_bytes() -> bool:
+    """Whether this machine adds products of four bytes in 32 bits, in its widest vectors."""
+    features = llvm.get_host_cpu_features()
+    return bool(features.get("avx512f") and features.get("avx512vnni"))
+
+
+@cache
 def multiplies_bfloat() -> bool:
     """Whether this machine multiplies vectors of bfloat16, and permutes 16-bit words."""
     features = llvm.get_host_cpu_features()

@@ -119,6 +119,16 @@ class Emitter:
         names = {32: "avx512.pmaddubs.w.512", 16: "avx2.pmadd.ub.sw", 8: "ssse3.pmadd.ub.sw.128"}
         return self._add_pairs(names[sums.type.count], sums, left, right)
 
+    def add_byte_quads(self, sums: Value, left: Value, right: Value) -> Value:
+        """Add products of unsigned and signed bytes, of four neighbours to each of 16 32-bit sums.
+
+        Only where ``native.multiplies_bytes``.
+        """
+        octets = vector(I8, 4 * sums.type.count)
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        function = self.declare(name, sums.type, (sums.type, octets, octets))
+        return self.build.call(function, [sums, left, right])
+
     def _add_pairs(self, name: str, sums: Value, left: Value, right: Value) -> Value:
         function = self.declare(f"llvm.x86.{name}", sums.type, (left.type, right.type))
         total = self.build.add(sums, self.build.call(function, [left, right]))

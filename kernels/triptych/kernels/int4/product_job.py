@@ -12,6 +12,7 @@ from triptych.kernels.codegen.simd import FLOAT, I64, POINTER, Emitter, vector
 from triptych.kernels.floats import FLOAT as FLOAT_KIND
 from triptych.kernels.floats import read_floats, store_vectors
 from triptych.kernels.int4.layout import OUTPUTS
+from triptych.kernels.pointwise.gate_vectors import gate_vector
 
 WORDS = 24
 COUNTER, CHUNK, TILES, ROWS, GROUPS, PIECES, PACKED, INPUTS, SUMS, OUT, OUT_KIND, WIDTH = range(12)
@@ -27,8 +28,6 @@ of this processor reads them; ``SUMS``, their sums over groups, are for vectors 
 """
 
 ONE = np.float32(1.0)
-LOG2_E = 1.4426950408889634
-MOST_POWER = 126.0
 
 
 @kernel
@@ -108,20 +107,10 @@ def _write_rows(typing_context, results, count, bias, gated, out, stride, kind):
             )
             with builder.if_else(is_gated) as (then, otherwise):
                 with then:
-                    store_vectors(emitter, [_gate(emitter, left, right)], target, kind)
+                    store_vectors(emitter, [gate_vector(emitter, left, right)], target, kind)
                 with otherwise:
                     store_vectors(emitter, [left, right], target, kind)
         return context.get_dummy_value()
 
     word = types.int64
     return types.void(*[word] * 7), emit
-
-
-def _gate(emitter, opened, numbers):
-    """``silu`` of the first vector, times the second."""
-    build = emitter.build
-    power = build.fmul(opened, emitter.constant(-LOG2_E, opened))
-    most = emitter.constant(MOST_POWER, opened)
-    power = build.select(build.fcmp_ordered("<", power, most), power, most)
-    below = build.fadd(emitter.exp2(power), emitter.constant(1.0, opened))
-    return build.fmul(build.fmul(opened, emitter.inverse(below)), numbers)

@@ -3,13 +3,7 @@
 import torch
 from torch import Tensor
 
-from triptych.kernels.int8.rows import (
-    LARGEST_CODE,
-    ZERO_CODE,
-    QuantizedRows,
-    ScaledRows,
-    rotate_inputs,
-)
+from triptych.kernels.int8.rows import LARGEST_CODE, ZERO_CODE, QuantizedRows, rotate_inputs
 from triptych.kernels.pointwise import reference
 
 
@@ -30,21 +24,13 @@ def quantize_rows(rows: Tensor) -> QuantizedRows:
 
 
 def add_norm_quantize(
-    hidden: Tensor, delta: ScaledRows | None, weight: Tensor, epsilon: float
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, QuantizedRows]:
     """The residual stream after a block, and its RMS norm: the input of the next product.
 
-    Shapes:  hidden [T, E] float32; delta of [T, E]; weight [E] float32 -> the sum [T, E] and its
+    Shapes:  hidden [T, E] float32; delta [T, E]; weight [E] float32 -> the sum [T, E] and its
         norm
+    Dtypes:  delta float32, bfloat16 or float16
     """
-    total = hidden if delta is None else hidden + delta.rows()
+    total = hidden if delta is None else hidden + delta.float()
     return total, quantize_rows(reference.rms_norm(total, weight, epsilon, torch.float32))
-
-
-def gate_quantize(gate_up: Tensor, scales: Tensor) -> QuantizedRows:
-    """``silu`` of the first half of the channels, times the second.
-
-    Shapes:  gate_up [T, 2 I], before it is multiplied by scales [T] -> of [T, I]
-    Dtypes:  gate_up float32, bfloat16 or float16; scales float32
-    """
-    return quantize_rows(reference.gate(ScaledRows(gate_up, scales).rows()))

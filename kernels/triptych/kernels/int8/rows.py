@@ -1,4 +1,4 @@
-"""Rows before and after a product in 8 bits."""
+"""Rows before a product in 8 bits."""
 
 from dataclasses import dataclass
 
@@ -38,17 +38,3 @@ class QuantizedRows:
     """(T, E) uint8, from 1 to 255."""
     scales: Tensor
     """(T,) float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledRows:
-    """Results of a product of ``QuantizedRows``, not yet multiplied by their scales."""
-
-    numbers: Tensor
-    """(T, out)"""
-    scales: Tensor
-    """(T,) float32."""
-
-    def rows(self) -> Tensor:
-        """The results, (T, out) float32."""
-        return self.numbers.float() * self.scales[:, None]

@@ -169,13 +169,14 @@ def _start(words, body, team, threads):
 def norm_row(weights, epsilon, numbers, normed):
     """RMS norm of a float32 vector; ``weights``: their address."""
     weight = carray(pointer(weights), len(numbers), np.float32)
-    factor = ONE / np.sqrt(_mean_square(numbers) + np.float32(epsilon))
+    factor = ONE / np.sqrt(mean_square(numbers) + np.float32(epsilon))
     for channel in range(len(numbers)):
         normed[channel] = numbers[channel] * factor * weight[channel]
 
 
 @summing_kernel
-def _mean_square(numbers):
+def mean_square(numbers):
+    """The mean of the squares of a float32 vector."""
     total = np.float32(0.0)
     for channel in range(len(numbers)):
         total += numbers[channel] * numbers[channel]

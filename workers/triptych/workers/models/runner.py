@@ -11,6 +11,7 @@ from triptych.core.errors import ConfigError
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.fused.int4_block import Int4Block
+from triptych.workers.models.fused.int8_block import Int8Block
 from triptych.workers.models.fused.model import FusedModel, Layers
 from triptych.workers.models.kv_rotation import Coordinates
 from triptych.workers.models.load import LoadedModel, Network
@@ -132,12 +133,14 @@ class ModelRunner:
             return self._network(tokens, positions, attend, logits_at, exits, given)
 
     @property
-    def centred_blocks(self) -> tuple[Sequence[Int4Block], Tensor] | None:
-        """Blocks in 4 bits and the centre of keys, if a step can be a ``LayerProgram``."""
+    def centred_blocks(
+        self,
+    ) -> tuple[Sequence[Int4Block] | Sequence[Int8Block], Tensor] | None:
+        """Blocks and the centre of keys, if a step can be a ``LayerProgram``."""
         network, coordinates = self._network, self._coordinates
         if not isinstance(network, FusedModel) or type(coordinates) is not Coordinates:
             return None
-        blocks = network.int4_blocks
+        blocks = network.program_blocks
         return None if blocks is None else (blocks, coordinates.centre)
 
     def run(

@@ -24,8 +24,8 @@ from triptych.kernels.cpu_jobs import (
 )
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.models.attention_interface import LayerTraits
-from triptych.workers.models.fused.int4_block import Int4Block
-from triptych.workers.models.fused.layer_program import LayerProgram, StepMemory
+from triptych.workers.models.fused.block_jobs import ProgramBlock, StepMemory
+from triptych.workers.models.fused.layer_program import LayerProgram
 from triptych.workers.models.runner import ModelRunner, Runner
 from triptych.workers.models.vision.feature_rows import FeatureRows
 from triptych.workers.prefill.prompt_batch import PrefillChunk
@@ -45,7 +45,7 @@ class PromptPrograms:
 
     def __init__(
         self,
-        blocks: Sequence[Int4Block],
+        blocks: Sequence[ProgramBlock],
         centre: Tensor,
         memory: DevicePages,
         raw: PageLayout,

@@ -30,8 +30,8 @@ from triptych.workers.kv.block_table import Sections
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.new_tokens import NewTokens
 from triptych.workers.models.attention_interface import LayerTraits
-from triptych.workers.models.fused.int4_block import Int4Block
-from triptych.workers.models.fused.layer_program import LayerProgram, StepMemory
+from triptych.workers.models.fused.block_jobs import ProgramBlock, StepMemory
+from triptych.workers.models.fused.layer_program import LayerProgram
 from triptych.workers.models.runner import ModelRunner, Runner
 
 MOST_PARTS = 128
@@ -69,7 +69,7 @@ class StepPrograms:
 
     def __init__(
         self,
-        blocks: Sequence[Int4Block],
+        blocks: Sequence[ProgramBlock],
         centre: Tensor,
         memory: DevicePages,
         sections: Sections,

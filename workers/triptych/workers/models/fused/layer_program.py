@@ -1,22 +1,18 @@
-"""All layers of a step as one call of compiled code, for blocks with weights in 4 bits.
+"""All layers of a step as one call of compiled code.
 
-The jobs are those of the ops that ``Int4Block`` and ``Coordinates`` call, in their order, so that
+The jobs are those of the ops that blocks and ``Coordinates`` call, in their order, so that
 the bits are theirs. Without Python between them a step of one request takes three quarters of the
 time.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from triptych.kernels.cpu_jobs import (
     Job,
     Program,
-    add_norm_multiply_job,
-    multiply_job,
     norm_job,
     rotate_back_job,
     rotate_job,
@@ -24,7 +20,12 @@ from triptych.kernels.cpu_jobs import (
 )
 from triptych.workers.models.attention_interface import LayerTraits
 from triptych.workers.models.fused.block import HeadLayout
-from triptych.workers.models.fused.int4_block import Int4Block
+from triptych.workers.models.fused.block_jobs import (
+    ProgramBlock,
+    StepMemory,
+    head_jobs,
+    mix_jobs,
+)
 
 
 class AttentionJobs(Protocol):
@@ -43,63 +44,12 @@ class AttentionJobs(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Memory of a step for a number of tokens: its input, and what one layer hands to the next.
-
-    All layers use the same. ``of_tokens`` is that of some of them.
-    """
-
-    hidden: Tensor
-    """The residual stream, (T, E) float32: the embedding, in the end the output of all layers."""
-    cos: Tensor
-    sin: Tensor
-    """(T, d / 2) float32."""
-    delta: Tensor
-    """What is still to be added to the residual stream."""
-    qkv: Tensor
-    normed: Tensor
-    """Queries and keys after the norms of heads."""
-    rotated: Tensor
-    """Queries and keys after RoPE."""
-    turned: Tensor
-    """Queries, keys and values in the coordinates of pages, float32."""
-    mixed: Tensor
-    back: Tensor
-    """The output of attention, in the coordinates of the model."""
-    gated: Tensor
-
-    @classmethod
-    def of(cls, block: Int4Block, tokens: int, mixed: torch.dtype = torch.float32) -> "StepMemory":
-        """For blocks of the same shapes as ``block``; ``mixed``: type of attention's output."""
-        layout, width, dtype = block.layout, len(block.input_norm.weight), block.dtype
-        heads, dim = layout.heads, layout.dim
-        every, rotated = heads + 2 * layout.kv_heads, heads + layout.kv_heads
-        return cls(
-            hidden=torch.empty(tokens, width),
-            cos=torch.empty(tokens, dim // 2),
-            sin=torch.empty(tokens, dim // 2),
-            delta=torch.empty(tokens, width),
-            qkv=torch.empty(tokens, every * dim, dtype=dtype),
-            normed=torch.empty(tokens, rotated, dim, dtype=dtype),
-            rotated=torch.empty(tokens, rotated, dim, dtype=dtype),
-            turned=torch.empty(tokens, every, dim),
-            mixed=torch.empty(tokens, heads, dim, dtype=mixed),
-            back=torch.empty(tokens, heads, dim, dtype=dtype),
-            gated=torch.empty(tokens, block.gate_up.results, dtype=dtype),
-        )
-
-    def of_tokens(self, tokens: range) -> "StepMemory":
-        rows = slice(tokens.start, tokens.stop)
-        return StepMemory(**{name: getattr(self, name)[rows] for name in self.__slots__})
-
-
 class LayerProgram:
     """All layers, for a number of tokens; the last one is computed for some of them alone."""
 
     def __init__(
         self,
-        blocks: Sequence[Int4Block],
+        blocks: Sequence[ProgramBlock],
         centre: Tensor,
         memory: StepMemory,
         parts: Sequence[tuple[range, AttentionJobs]],
@@ -122,7 +72,7 @@ class LayerProgram:
 
     def _jobs(
         self,
-        blocks: Sequence[Int4Block],
+        blocks: Sequence[ProgramBlock],
         centre: Tensor,
         memory: StepMemory,
         attention: AttentionJobs,
@@ -130,14 +80,15 @@ class LayerProgram:
         """The jobs of some of the tokens."""
         jobs = list[Job]()
         for layer, block in enumerate(blocks):
-            jobs.extend(_head_jobs(block, memory, centre[layer], is_first=layer == 0))
+            jobs.extend(head_jobs(block, memory, is_first=layer == 0))
+            jobs.extend(_coordinate_jobs(block.layout, memory, centre[layer]))
             heads, rotated = block.layout.heads, block.layout.heads + block.layout.kv_heads
             query, key = memory.turned[:, :heads], memory.turned[:, heads:rotated]
             value = memory.turned[:, rotated:]
             jobs.extend(attention(layer, query, key, value, block.traits, memory.mixed))
             jobs.append(rotate_back_job(memory.mixed, memory.back))
             if block is not self._last or not self._ends_with_attention:
-                jobs.extend(_mix_jobs(block, memory))
+                jobs.extend(mix_jobs(block, memory))
         return jobs
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -166,19 +117,11 @@ class LayerProgram:
         self._program.run()
 
 
-def _head_jobs(
-    block: Int4Block, memory: StepMemory, centre: Tensor, *, is_first: bool
-) -> list[Job]:
+def _coordinate_jobs(layout: HeadLayout, memory: StepMemory, centre: Tensor) -> list[Job]:
     """Queries, keys and values in the coordinates of pages."""
-    hidden, norm, layout = memory.hidden, block.input_norm, block.layout
-    delta = None if is_first else memory.delta
-    product = add_norm_multiply_job(
-        hidden, delta, hidden, norm.weight, norm.epsilon, block.qkv, block.qkv_bias, memory.qkv
-    )
     query_key, value = layout.divide(memory.qkv)
     jobs, query, key = _rotation_jobs(layout, query_key, memory)
-    turn = rotate_kv_job(query, key, value, centre, memory.turned)
-    return [product, *jobs, turn]
+    return [*jobs, rotate_kv_job(query, key, value, centre, memory.turned)]
 
 
 def _rotation_jobs(
@@ -203,16 +146,3 @@ def _parts(memory: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     tokens, _, dim = memory.shape
     flat, first = memory.flatten(), tokens * heads * dim
     return flat[:first].view(tokens, -1, dim), flat[first:].view(tokens, -1, dim)
-
-
-def _mix_jobs(block: Int4Block, memory: StepMemory) -> list[Job]:
-    """Output projection and MLP."""
-    hidden, delta, norm = memory.hidden, memory.delta, block.mlp_norm
-    back, gated = memory.back, memory.gated
-    return [
-        multiply_job(back.flatten(1), block.out, None, delta),
-        add_norm_multiply_job(
-            hidden, delta, hidden, norm.weight, norm.epsilon, block.gate_up, None, gated
-        ),
-        multiply_job(gated, block.down, None, delta),
-    ]

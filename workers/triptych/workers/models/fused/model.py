@@ -5,7 +5,7 @@ one product, gate and up from another, without transposes, masks or wrappers bet
 small model at batch 1 that halves the time of a step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -114,10 +114,12 @@ class FusedModel:
         return self.logits(self._through(every, hidden, positions, attend, logits_at))
 
     @property
-    def int4_blocks(self) -> list[Int4Block] | None:
-        """The blocks, if all of them are products in 4 bits."""
-        blocks = [block for block in self._blocks if isinstance(block, Int4Block)]
-        return blocks if len(blocks) == len(self._blocks) else None
+    def program_blocks(self) -> Sequence[Int4Block] | Sequence[Int8Block] | None:
+        """The blocks, if the products of all of them can be jobs: in 4 bits, or all in 8 bits."""
+        blocks = self._blocks
+        in_4_bits = [block for block in blocks if isinstance(block, Int4Block)]
+        in_8_bits = [block for block in blocks if isinstance(block, Int8Block) and block.has_jobs]
+        return next((each for each in (in_4_bits, in_8_bits) if len(each) == len(blocks)), None)
 
     def run(
         self,

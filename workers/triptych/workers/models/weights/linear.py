@@ -274,20 +274,17 @@ class Int8Linear:
     """A product of 8-bit codes; its rows are quantized as they come. Results are float32."""
 
     product: Int8Product
-    bias: Tensor | None
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> "Int8Linear":
-        return cls(Int8Product.of(weight, torch.float32), bias)
+        return cls(Int8Product.of(weight, torch.float32, bias))
 
     @property
     def size_bytes(self) -> int:
-        return self.product.size_bytes + _bytes_of(self.bias)
+        return self.product.size_bytes
 
     def __call__(self, rows: Tensor) -> Tensor:
-        product = self.product(quantize_rows(rows))
-        numbers = product.numbers.mul_(product.scales[:, None])
-        return numbers if self.bias is None else numbers + self.bias
+        return self.product(quantize_rows(rows))
 
     def for_few_rows(self) -> "Int8Linear":
         return self

@@ -21,7 +21,7 @@ from triptych.kernels.codegen.numba_runtime import (
 )
 from triptych.kernels.codegen.simd import BFLOAT, FLOAT, I64, POINTER, Emitter, vector
 from triptych.kernels.floats import bfloat_pair, round_floats
-from triptych.kernels.int4.expansion import SHORTS, grid_at, levels_at, sum_of
+from triptych.kernels.int4.expansion import PREFETCHED, SHORTS, grid_at, levels_at, sum_of
 from triptych.kernels.int4.layout import GRID_BYTES, OUTPUTS, PIECE, PIECE_BYTES
 from triptych.kernels.int4.layout import PAIRS as PAIRS_OF_WORD
 from triptych.kernels.int4.product_job import (
@@ -114,6 +114,8 @@ class _Tile:
         emitter, build = self.emitter, self.build
         for part in range(PIECE // (2 * PAIRS_OF_WORD)):
             at = emitter.byte(codes, 2 * VECTOR_BYTES * part)
+            for line in range(2):
+                emitter.prefetch(emitter.byte(at, PREFETCHED + VECTOR_BYTES * line))
             words = [emitter.load(emitter.byte(at, VECTOR_BYTES * half), SHORTS) for half in (0, 1)]
             for place in range(PAIRS_OF_WORD):
                 levels = (levels_at(emitter, half, place) for half in words)

@@ -41,6 +41,8 @@ ROWS_AT_A_TIME = 96
 """Rows for which a thread multiplies a panel before it takes another one."""
 QUAD = 4
 """Inputs of a word."""
+PREFETCHED = 4096
+"""Bytes from weights that are multiplied to those that are prefetched."""
 FEW = 1 << 15
 """Up to so many products one thread adds alone."""
 
@@ -75,6 +77,8 @@ def _tile(typing_context, weights, quads, codes, stride, first, sums, rows):
             place = emitter.byte(weights, builder.mul(quad, I64(QUAD * OUTPUTS)))
             near = [emitter.byte(place, QUAD * LANES * at) for at in range(VECTORS)]
             parts = [emitter.load(each, octets) for each in near]
+            for each in near if count > 1 else ():
+                emitter.prefetch(emitter.byte(each, PREFETCHED))
             offset = builder.mul(quad, I64(QUAD))
             for row, start in enumerate(starts):
                 word = emitter.splat(emitter.load(emitter.byte(start, offset), I32), LANES)

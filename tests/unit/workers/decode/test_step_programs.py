@@ -20,6 +20,7 @@ from transformers import (
 from tests.tiny import DIFFKV, byte_tokenizer
 from tests.unit.workers.test_local_server import config, greedy, prompt
 from triptych.kernels import multiplies_words
+from triptych.kernels.codegen.native import multiplies_bytes
 from triptych.workers.decode.steps import step_programs
 from triptych.workers.decode.steps.step_programs import StepPrograms
 from triptych.workers.local import Completion, LocalServer
@@ -98,6 +99,22 @@ def test_a_program_computes_the_bits_of_its_ops(
     expected = answers(path)
     assert len(steps) == count, "the second server has no programs"
     for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert [each.logprob for each in one.logprobs] == [e.logprob for e in other.logprobs]
+
+
+@pytest.mark.skipif(not multiplies_bytes(), reason="products in 8 bits are no jobs here")
+@pytest.mark.parametrize("family", ["Qwen2, biases", "Qwen3, norms of heads"])
+def test_a_program_in_8_bits_computes_the_bits_of_its_ops(
+    family: str, tmp_path: Path, steps: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: dict[str, object] = {"name": "tiny", "dtype": "bfloat16", "quantization": "int8"}
+    path = save(family, tmp_path)
+    found = answers(path, model=model)
+    assert steps
+    assert all(steps)
+    monkeypatch.setattr(StepPrograms, "of", no_programs)
+    for one, other in zip(found, answers(path, model=model), strict=True):
         assert one.tokens == other.tokens
         assert [each.logprob for each in one.logprobs] == [e.logprob for e in other.logprobs]
 

@@ -37,7 +37,7 @@ from triptych.kvpool import PoolClient, PoolServer, PrefixSettings
 from triptych.kvpool.pool.device_arenas import DeviceMemory
 from triptych.router import AttemptTable, Timeouts, Windows
 from triptych.router.replay import open_scheduler
-from triptych.workers.core_scheduler import DedicatedCores
+from triptych.workers.core_scheduler import CoreUse, DedicatedCores
 from triptych.workers.decode.checkpoint import checkpoint_bytes
 from triptych.workers.device import CPU, Device
 from triptych.workers.factory import load_model, make_engines, prefix_store
@@ -62,9 +62,7 @@ class OneAtATime(DedicatedCores):
     def step(
         self,
         _is_urgent: Callable[[], bool],
-        *,
-        leaves_core: bool = False,
-        divides_step: bool = False,
+        _use: CoreUse = CoreUse.TEAM,
     ) -> Generator[None]:
         with self._turn:
             yield

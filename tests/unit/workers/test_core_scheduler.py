@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from triptych.core.config.machine import usable_cores
-from triptych.workers.core_scheduler import DedicatedCores, SharedCores
+from triptych.workers.core_scheduler import CoreUse, DedicatedCores, SharedCores
 
 WORKER = """
 import sys, time
@@ -88,23 +88,23 @@ def test_a_worker_that_is_killed_in_its_step_does_not_keep_the_turn(tmp_path: Pa
 
 def test_a_small_step_leaves_a_core_and_the_next_one_has_all(tmp_path: Path) -> None:
     cores, threads = SharedCores(tmp_path, cores=3), list[int]()
-    for leaves_core in (False, True, False):
-        with cores.step(lambda: True, leaves_core=leaves_core):
+    for use in (CoreUse.TEAM, CoreUse.SMALL, CoreUse.TEAM):
+        with cores.step(lambda: True, use):
             threads.append(torch.get_num_threads())
     assert threads == [3, 2, 3]
     alone = SharedCores(tmp_path / "alone", cores=1)
-    with alone.step(lambda: True, leaves_core=True):
+    with alone.step(lambda: True, CoreUse.SMALL):
         assert torch.get_num_threads() == 1
 
 
 def test_decode_alone_has_all_of_two_cores_if_it_divides_its_steps(tmp_path: Path) -> None:
     decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
     prompts, threads = SharedCores(tmp_path, cores=2), list[int]()
-    for divides in (False, True):
-        with decode.step(lambda: False, divides_step=divides):
+    for use in (CoreUse.TEAM, CoreUse.DIVIDED):
+        with decode.step(lambda: False, use):
             threads.append(torch.get_num_threads())
     prompts.set_working(has_more=True, has_prompts=True)
-    with decode.step(lambda: True, divides_step=True):
+    with decode.step(lambda: True, CoreUse.DIVIDED):
         threads.append(torch.get_num_threads())
     assert threads == [1, 2, 1]
 
@@ -139,7 +139,8 @@ def test_a_large_decode_step_pauses_while_prompts_wait(
         until = time.monotonic() + 0.03
         while time.monotonic() < until:
             pass
-    with decode.step(lambda: case == "late", leaves_core=case == "few requests"):
+    use = CoreUse.SMALL if case == "few requests" else CoreUse.TEAM
+    with decode.step(lambda: case == "late", use):
         pass
     assert bool(pauses) == (case == "prompts wait")
 
@@ -228,10 +229,11 @@ def test_decode_lends_its_core_to_a_chunk_and_keeps_it_after(tmp_path: Path, cas
     decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
     prompts.set_working(has_more=False, has_prompts=case != "none wait")
     chunks, answers = list[int](), list[int]()
+    use = CoreUse.TEAM if case == "many requests" else CoreUse.SMALL
 
     def answer() -> None:
         for _ in range(2):
-            with decode.step(lambda: case == "late", leaves_core=case != "many requests"):
+            with decode.step(lambda: case == "late", use):
                 answers.append(torch.get_num_threads())
             decode.set_working(has_more=True, has_prompts=False)
 

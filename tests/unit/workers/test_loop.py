@@ -9,6 +9,7 @@ import pytest
 from numba.core.compiler_lock import global_compiler_lock
 
 from triptych.core.messages import Compress, Message, Send, Stage
+from triptych.workers.core_scheduler import CoreUse
 from triptych.workers.loop import StageLoop
 
 OTHERS_S = 0.05
@@ -27,9 +28,7 @@ class BusyCores:
     def step(
         self,
         is_urgent: Callable[[], bool],
-        *,
-        leaves_core: bool = False,
-        divides_step: bool = False,
+        _use: CoreUse = CoreUse.TEAM,
     ) -> Generator[None]:
         is_urgent()
         time.sleep(self.others_s)
@@ -64,11 +63,8 @@ class Recorder:
     def is_late(self) -> bool:
         return self._is_late
 
-    def leaves_core(self) -> bool:
-        return False
-
-    def divides_step(self) -> bool:
-        return False
+    def core_use(self) -> CoreUse:
+        return CoreUse.TEAM
 
     def step(self) -> Iterable[Send]:
         time.sleep(0.001)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import astuple
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -40,6 +41,18 @@ KEEP = 1.0
 waited. A prompt is computed sooner on all cores, and more requests are decoded in a step."""
 
 
+class CoreUse(Enum):
+    """What a step does with the cores that it has."""
+
+    TEAM = "team"
+    """Its threads wait for each other after each operation."""
+    SMALL = "small"
+    """It gains little from the last core, and leaves that to other processes. A chunk of a prompt
+    may have the cores of such a decode step, if that is not urgent."""
+    DIVIDED = "divided"
+    """Its threads wait for each other once, so a decode step may have all cores."""
+
+
 class DedicatedCores:
     """Every step uses the same number of threads, without waiting for other stages."""
 
@@ -47,13 +60,7 @@ class DedicatedCores:
         torch.set_num_threads(threads)
 
     @contextmanager
-    def step(
-        self,
-        _is_urgent: Callable[[], bool],
-        *,
-        leaves_core: bool = False,
-        divides_step: bool = False,
-    ) -> Generator[None]:
+    def step(self, _is_urgent: Callable[[], bool], _use: CoreUse = CoreUse.TEAM) -> Generator[None]:
         yield
 
     def set_working(self, *, has_more: bool, has_prompts: bool) -> None:
@@ -110,29 +117,22 @@ class SharedCores:
         return _is_held(self._others_work)
 
     @contextmanager
-    def step(
-        self,
-        is_urgent: Callable[[], bool],
-        *,
-        leaves_core: bool = False,
-        divides_step: bool = False,
-    ) -> Generator[None]:
+    def step(self, is_urgent: Callable[[], bool], use: CoreUse = CoreUse.TEAM) -> Generator[None]:
         """Wait for the turn and hold it during a step.
 
         A step that is not urgent lets prompts go first if it would have the same core, and pauses
-        if they wait. ``leaves_core``: the step is small, and leaves a core to other processes; a
-        chunk of a prompt may have it too, if the step is not urgent. ``divides_step``: its threads
-        do not wait for each other after each operation, so a decode step may have all cores.
+        if they wait.
         """
-        self._claim(is_lent=leaves_core and self._should_lend() and not is_urgent())
-        while not is_urgent() and self._should_wait(leaves_core=leaves_core):
+        may_lend = use is CoreUse.SMALL and self._should_lend()
+        self._claim(is_lent=may_lend and not is_urgent())
+        while not is_urgent() and self._should_wait(use):
             time.sleep(POLL_S)
         fcntl.flock(self._next, fcntl.LOCK_EX)
         fcntl.flock(self._turn, fcntl.LOCK_EX)
         fcntl.flock(self._next, fcntl.LOCK_UN)
         begun_s = time.monotonic()
         try:
-            with self._threads(leaves_core=leaves_core, divides_step=divides_step):
+            with self._threads(use):
                 yield
         finally:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
@@ -149,16 +149,16 @@ class SharedCores:
         self._is_lent = is_lent
         fcntl.flock(self._working, fcntl.LOCK_UN if is_lent else fcntl.LOCK_SH)
 
-    def _should_wait(self, *, leaves_core: bool) -> bool:
+    def _should_wait(self, use: CoreUse) -> bool:
         """Whether a step that is not urgent does not begin yet."""
         if not self._is_divided:
             return self._other_part_works()
-        if leaves_core or not self._is_decode_only or time.monotonic() >= self._next_s:
+        if use is CoreUse.SMALL or not self._is_decode_only or time.monotonic() >= self._next_s:
             return False
         return _is_held(self._queue)
 
     @contextmanager
-    def _threads(self, *, leaves_core: bool, divides_step: bool) -> Generator[None]:
+    def _threads(self, use: CoreUse) -> Generator[None]:
         """Run a step with as many threads as it has cores."""
         if not self._is_divided:
             yield
@@ -167,11 +167,11 @@ class SharedCores:
             if not is_alone:
                 torch.set_num_threads(min(self._share, self._read_team().threads))
                 yield
-            elif leaves_core or (self._is_decode_only and not divides_step):
-                torch.set_num_threads(self._cores - 1)
-                yield
-            elif self._is_decode_only:
+            elif self._is_decode_only and use is CoreUse.DIVIDED:
                 torch.set_num_threads(max(2, self._cores - 1))
+                yield
+            elif self._is_decode_only or use is CoreUse.SMALL:
+                torch.set_num_threads(self._cores - 1)
                 yield
             else:
                 with self._team():

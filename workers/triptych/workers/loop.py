@@ -200,8 +200,7 @@ class StageLoop:
         waits_since = self._waits_since.setdefault(engine.stage, time.monotonic())
         with self._cores.step(
             lambda: self._is_urgent(engine),
-            leaves_core=engine.leaves_core(),
-            divides_step=engine.divides_step(),
+            engine.core_use(),
         ):
             until = 2 * time.monotonic() - waits_since
             self._take_messages()

@@ -27,6 +27,7 @@ from triptych.core.messages import (
     Stage,
     failed,
 )
+from triptych.workers.core_scheduler import CoreUse
 
 
 class Engine(Protocol):
@@ -54,12 +55,8 @@ class Engine(Protocol):
         """Whether the engine has missed a deadline, so that it can step again in the same turn."""
         ...
 
-    def leaves_core(self) -> bool:
-        """Whether the next step gains so little from the last core that others may have it."""
-        ...
-
-    def divides_step(self) -> bool:
-        """Whether the threads of the next step wait for each other only once."""
+    def core_use(self) -> CoreUse:
+        """What the next step does with its cores."""
         ...
 
     def requests(self) -> list[str]:

@@ -58,6 +58,7 @@ from triptych.workers.compress.modality_report import modality_reports
 from triptych.workers.compress.prompt_merger import MergedPrompt, PromptMerger
 from triptych.workers.compress.raw_tokens import RawTokens
 from triptych.workers.compress.token_judge import TokenJudge
+from triptych.workers.core_scheduler import CoreUse
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import NO_PAGES, DevicePages
 from triptych.workers.kv.handle_codec import Run, make_handle, pages_of, pool_pages, unpack_run
@@ -141,11 +142,8 @@ class CompressEngine:
     def is_late(self) -> bool:
         return False
 
-    def leaves_core(self) -> bool:
-        return False
-
-    def divides_step(self) -> bool:
-        return False
+    def core_use(self) -> CoreUse:
+        return CoreUse.TEAM
 
     def requests(self) -> list[str]:
         return [*self._open, *self._planned, *(job.request for job in self._ready)]

@@ -36,6 +36,7 @@ from triptych.core.messages import (
 )
 from triptych.core.pages import PagePlan
 from triptych.kvpool import WorkerPool
+from triptych.workers.core_scheduler import CoreUse
 from triptych.workers.decode.checkpoint import Checkpoint
 from triptych.workers.decode.deadlines import DecodeDeadlines
 from triptych.workers.decode.decode_attention import PageAttention, TokenScores
@@ -250,13 +251,12 @@ class DecodeEngine:
     def is_late(self) -> bool:
         return self._deadlines.due < time.monotonic()
 
-    def leaves_core(self) -> bool:
-        is_small = self.runner.step_bytes <= FEW_BYTES
-        return is_small and len(self._running) <= FEW_REQUESTS
-
-    def divides_step(self) -> bool:
+    def core_use(self) -> CoreUse:
+        count = len(self._running)
+        if self.runner.step_bytes <= FEW_BYTES and count <= FEW_REQUESTS:
+            return CoreUse.SMALL
         made = self.__dict__.get("_programs")  # by the first step
-        return made is not None and made.divides(len(self._running))
+        return CoreUse.DIVIDED if made is not None and made.divides(count) else CoreUse.TEAM
 
     def requests(self) -> list[str]:
         return [*self._running, *self._publishing]

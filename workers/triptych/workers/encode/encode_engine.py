@@ -24,6 +24,7 @@ from triptych.core.messages import (
     WantImages,
 )
 from triptych.kvpool import About, WorkerPool
+from triptych.workers.core_scheduler import CoreUse
 from triptych.workers.encode.feature_cache import FeatureCache, ImageKey
 from triptych.workers.kv.feature_pages import (
     Ids,
@@ -131,11 +132,8 @@ class EncodeEngine:
     def is_late(self) -> bool:
         return False
 
-    def leaves_core(self) -> bool:
-        return False
-
-    def divides_step(self) -> bool:
-        return False
+    def core_use(self) -> CoreUse:
+        return CoreUse.TEAM
 
     def requests(self) -> list[str]:
         return list(self._work)

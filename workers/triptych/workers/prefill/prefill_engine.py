@@ -33,6 +33,7 @@ from triptych.core.pages import PagePlan
 from triptych.kernels import ALWAYS_HIGH, largest_sums, load_tokens, mean_sums, sums_of_heads
 from triptych.kernels.pages import segments
 from triptych.kvpool import About, WorkerPool
+from triptych.workers.core_scheduler import CoreUse
 from triptych.workers.device import CPU, Device
 from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.handle_codec import make_handle
@@ -168,11 +169,8 @@ class PrefillEngine:
     def is_late(self) -> bool:
         return False
 
-    def leaves_core(self) -> bool:
-        return False
-
-    def divides_step(self) -> bool:
-        return False
+    def core_use(self) -> CoreUse:
+        return CoreUse.TEAM
 
     def requests(self) -> list[str]:
         entries = [*self._waiting, *self._prompts]

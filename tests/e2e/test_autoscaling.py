@@ -26,10 +26,10 @@ def test_decode_workers_come_with_a_crowd_and_go_while_a_stream_is_open(
         assert time.monotonic() < deadline
         crowds.append(server.crowd([f"Story {n}. Once upon a time" for n in range(10)], 60))
         crowds[-1].join()
-    stream = server.crowd(["A long story. Once upon a time"], 1500)
+    stream = server.crowd(["A long story. Once upon a time"], 3000)
     server.wait_until(lambda: decode_workers() == 1, 90)
     assert not stream.endings[0], "the stream ended before a worker left"
     assert stream.join() == {"length": 1}
-    assert stream.chunks[0] >= 1500
+    assert stream.chunks[0] >= 3000
     assert [set(crowd.endings) for crowd in crowds] == [{"length"}] * len(crowds)
     server.wait_until(lambda: server.metric("triptych_router_booked_bytes") == 0.0, 10)

@@ -55,6 +55,8 @@ def merge_sets(
     mean of ``|k - k_pivot|`` over the set, pivot included, divided by the square root of 2. Keys
     and values may be rotated, and keys centred: distances and means are the same.
 
+    ``attention``: what each token has received, the largest of its query heads as in prefill.
+
     Shapes:  keys, values [KH, n, d]; attention [KH, n]; set_of [KH, n] of ``alike_sets``
     Dtypes:  float32; set_of int64
     Source:  KVMerger, Gaussian kernel weighted merging. The bandwidth, and a bias of log n for n

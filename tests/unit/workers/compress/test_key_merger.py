@@ -56,7 +56,7 @@ def test_pages_hold_the_sets_of_the_models_own_keys(tiny_model: Path) -> None:
         zip(observing.keys, observing.values, observing.sums, strict=True)
     ):
         key, value = key[:, some], value[:, some]
-        sums = sums.view(kv_heads, -1, TOKENS).mean(1)
+        sums = sums.view(kv_heads, -1, TOKENS).amax(1)  # the largest of a group of query heads
         set_of = alike_sets(key, torch.ones(leaving - 1, dtype=torch.bool), sets)
         expected = merge_sets(key, value, sums[:, some], set_of, sets)
         rows = slice(layer * kv_heads, (layer + 1) * kv_heads)
@@ -67,7 +67,7 @@ def test_pages_hold_the_sets_of_the_models_own_keys(tiny_model: Path) -> None:
             norms = mine.norm(dim=-1), theirs.norm(dim=-1)  # rotated, and so of the same length
             off = (norms[0] - norms[1]).abs() / norms[1]
             assert off[is_same].median() < 0.01
-    assert same >= 0.93 * positions.numel(), "16 bits may order two cosines otherwise"
+    assert same >= 0.99 * positions.numel(), "16 bits may order two cosines otherwise"
 
 
 def test_a_share_of_one_stores_what_a_high_floor_stores(tiny_model: Path) -> None:

@@ -1,5 +1,5 @@
-# pyright: reportUnknownMemberType=false
-# torch leaves cumsum and others untyped in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch leaves Tensor.unflatten, cumsum and others untyped in part.
 """KVMerger: neighbouring tokens with alike keys become one token of Gaussian weights.
 
 All head rows have the same number of sets, so their tokens need no padding. Sums over a set are

@@ -710,6 +710,11 @@ def _check_selection(config: AppConfig, policy: Policy) -> None:
             f"compressor.methods: {policy.name!r} with decode.selection.method={how}: pages of "
             f"{high.name} have no summaries; serve the method without selection"
         )
+    if how == "a2ats" and policy.kv_rotation.bases:
+        raise ConfigError(
+            f"compressor.methods: {policy.name!r} with decode.selection.method=a2ats: codes are of "
+            "keys before RoPE, and bases of heads mix what RoPE turns; use 'moments' or 'box'"
+        )
     if policy.merges and how != "none":
         raise ConfigError(
             f"compressor.methods: {policy.name!r} with decode.selection.method={how}: selection "

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from triptych.evals.codecs.key_codebooks import KeyCodebooks, fit_codebooks
 from triptych.evals.data.cases import Case
 from triptych.evals.data.texts import Document, documents
 from triptych.evals.data.vocabulary import Vocabulary
 from triptych.evals.methods.masked_attention import MaskedModel
 from triptych.evals.methods.page_retrieval import LayerQueries, page_scores, visible_tokens
 from triptych.evals.metrics.fidelity import compare
+from triptych.evals.studies.codebook_study import Books, CodebookQueries, before_rope
 from triptych.kernels.select import Rule
 from triptych.kernels.select.summary import summary_bytes
 from triptych.loadgen.report.host import host_info
@@ -34,8 +34,6 @@ from triptych.workers.compress.learned.rope_frame import RopeFrame
 from triptych.workers.models.store.model_store import resolve
 
 PAGE, SINK, WINDOW, DENSE_LAYERS = 16, 4, 64, 2
-Books = dict[tuple[int, int], KeyCodebooks]
-"""By layer and KV head."""
 
 
 @dataclass(frozen=True)
@@ -51,39 +49,6 @@ class Retrieval:
 
 def rule(share: float) -> Rule:
     return Rule.of(share, 0, SINK, WINDOW, 0.0)
-
-
-class CodebookQueries:
-    """Moments of queries at the distance of the window, and keys before RoPE, of some texts."""
-
-    def __init__(self, frame: RopeFrame) -> None:
-        self.frame = frame
-        self.queries = dict[int, list[Tensor]]()
-        self.keys = dict[int, list[Tensor]]()
-
-    def __call__(self, layer: int, queries: LayerQueries) -> None:
-        far, keys = before_rope(self.frame, queries)
-        self.queries.setdefault(layer, []).append(far.flatten(1, 2))
-        self.keys.setdefault(layer, []).append(keys)
-
-    def fit(self, books: int) -> Books:
-        found = Books()
-        for layer, parts in self.queries.items():
-            queries, keys = torch.cat(parts, 1), torch.cat(self.keys[layer], 1)
-            for head in range(len(keys)):
-                moment = queries[head].T @ queries[head]
-                found[layer, head] = fit_codebooks(keys[head], moment, books)
-        return found
-
-
-def before_rope(frame: RopeFrame, queries: LayerQueries) -> tuple[Tensor, Tensor]:
-    """Queries at position ``WINDOW`` [KH, G, T, d], and keys at position 0 [KH, n, d]."""
-    count, tokens = queries.query.shape[2], queries.keys.shape[1]
-    moved = WINDOW - torch.arange(queries.first, queries.first + count)
-    return (
-        frame.rotate(queries.query, moved),
-        frame.to_local(queries.keys, torch.arange(tokens)),
-    )
 
 
 def scores_of(

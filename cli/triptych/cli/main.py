@@ -15,6 +15,7 @@ from triptych.cli.measure.profile import profile
 from triptych.cli.output import notes
 from triptych.cli.quality import evaluate, train
 from triptych.cli.quality.calibrate import calibrate
+from triptych.cli.quality.codebooks import codebooks
 from triptych.cli.quality.eval_claims import claims
 from triptych.cli.quality.eval_frontier import frontier
 from triptych.cli.quality.eval_learned import learned
@@ -39,6 +40,7 @@ app.command()(validate)
 app.command()(calibrate)
 app.command()(spread)
 app.command()(retrieval)
+app.command()(codebooks)
 app.command()(doctor)
 app.command()(drain)
 app.command()(plan)

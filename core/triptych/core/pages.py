@@ -230,6 +230,12 @@ class PagePlan:
                 f"{self.high.tokens} tokens at a time, and small pages hold {self.recent.tokens}: "
                 "use a size with small pages of 3 tokens, such as 'auto'"
             )
+        if self.policy.key_merging is not None and any(self.geometry.windows):
+            raise ConfigError(
+                f"compressor.policy={self.policy.name}: layers of this model have a sliding "
+                "window, and some members of a merged token may be older than it: use a method "
+                "that merges no tokens, such as 'snapkv'"
+            )
         for file in self.policy.mergers.values():
             if file.chunk_tokens > self.retire_tokens:
                 raise ConfigError(
@@ -311,7 +317,8 @@ class PagePlan:
     def windows(self) -> tuple[int, ...]:
         """Sliding window of each layer, 0 for layers whose pages hold tokens of all positions.
 
-        Where tokens are merged, all layers do: networks are trained for models without windows.
+        Where tokens are merged, all layers do: networks are trained for models without windows, and
+        rules refuse others.
         """
         given = () if self.merges else self.geometry.windows
         return given or (0,) * self.geometry.layers
@@ -330,7 +337,7 @@ class PagePlan:
     @property
     def merges(self) -> bool:
         """Whether tokens of prompts are merged. Their high pages have biases."""
-        return bool(self.policy.mergers)
+        return self.policy.merges
 
     @property
     def codes_whole_pages(self) -> bool:
@@ -375,8 +382,16 @@ class PagePlan:
         return leaving // chunk * chunk
 
     def encoded_tokens(self, leaving: int) -> int:
-        """High and low tokens of each head row, dropped ones included, of ``leaving`` tokens."""
-        return leaving // self.policy.merged_tokens
+        """High and low tokens of each head row, dropped ones included, of ``leaving`` tokens.
+
+        About so many where a rule merges them: it merges those of prompts alone.
+        """
+        rule = self.policy.key_merging
+        return (
+            leaving // self.policy.merged_tokens
+            if rule is None
+            else round(rule.keep_share * leaving)
+        )
 
     def recent_pages(self, tokens: int) -> int:
         """Most recent pages of a head row of ``tokens`` tokens after compression."""
@@ -663,6 +678,11 @@ def _check_latents(plan: PagePlan) -> None:
     """Raise ConfigError for methods that treat keys and values of a token in different ways."""
     policy = plan.policy
     parts = (policy,) if policy.images is None else (policy, policy.images)
+    if policy.key_merging is not None:
+        raise ConfigError(
+            f"compressor.policy={policy.name}: this model stores latents, which have no keys of "
+            "heads to compare: use a method that merges no tokens, such as 'uniform:k4v4'"
+        )
     if any(part.merger or part.scorer for part in parts):
         raise ConfigError(
             f"compressor.policy={policy.name}: this model stores latents, which are keys and "
@@ -690,7 +710,12 @@ def _check_selection(config: AppConfig, policy: Policy) -> None:
             f"compressor.methods: {policy.name!r} with decode.selection.method={how}: pages of "
             f"{high.name} have no summaries; serve the method without selection"
         )
-    if policy.mergers and how != "none":
+    if how == "a2ats" and policy.kv_rotation.bases:
+        raise ConfigError(
+            f"compressor.methods: {policy.name!r} with decode.selection.method=a2ats: codes are of "
+            "keys before RoPE, and bases of heads mix what RoPE turns; use 'moments' or 'box'"
+        )
+    if policy.merges and how != "none":
         raise ConfigError(
             f"compressor.methods: {policy.name!r} with decode.selection.method={how}: selection "
             "ranks pages by their keys, and merged tokens have biases beside them; serve the "

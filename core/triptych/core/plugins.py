@@ -15,6 +15,7 @@ POLICY_NAMES = PluginNames(
         "learned:merge",
         "learned:paper",
         "learned:score",
+        "kvmerger",
         "saw_int4",
         "fp8",
         "kivi",

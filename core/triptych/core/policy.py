@@ -81,6 +81,32 @@ class Retention:
         return round(self.keep_share * prompt_tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyMerging:
+    """A rule by which neighbouring text tokens of a prompt become one, by their keys.
+
+    In each head row the neighbours whose keys are most alike are joined, until it has its share of
+    the prompt. The sink and the recent window are not merged, and count towards the share.
+    """
+
+    keep_share: float
+    """Share of the prompt's text tokens that are left."""
+
+    def sets(self, tokens: int, leaving: int, runs: int) -> int:
+        """Tokens that ``leaving`` tokens become, the same number in each head row.
+
+        ``tokens``: text tokens of the prompt; ``runs``: runs of consecutive ones among the leaving
+        tokens, which are not joined with each other.
+
+        >>> KeyMerging(keep_share=0.5).sets(tokens=100, leaving=60, runs=1)
+        10
+        >>> KeyMerging(keep_share=0.25).sets(tokens=100, leaving=60, runs=2)
+        2
+        """
+        joins = tokens - round(self.keep_share * tokens)
+        return max(runs, leaving - joins)
+
+
 class Thresholds(NamedTuple):
     """By which output tokens are high, low or dropped; without any all of them are high."""
 
@@ -105,9 +131,9 @@ class Policy:
     With ``retention`` its rule decides instead of thresholds: tokens that it keeps are high, and so
     are output tokens, of which it drops some if it is applied while generating.
 
-    With a ``merger``, tokens of text in a prompt that are neither sink nor window are merged, and
-    have biases in place of scores. With ``images`` that policy decides about the tokens of images:
-    its ``merger`` merges these.
+    With a ``merger`` or ``key_merging``, tokens of text in a prompt that are neither sink nor
+    window are merged, and have biases in place of scores. With ``images`` that policy decides about
+    the tokens of images: its ``merger`` merges these.
 
     Source: DiffKV, section 4 (thresholds relative to the mean weight 1/n, a window of 64 high
             tokens). Sink and window with more bits are ours (docs/log.md)
@@ -134,7 +160,9 @@ class Policy:
     """Output tokens between two updates of the scores; 0: scores are not updated."""
     kv_rotation: KVRotation = KVRotation()
     merger: LearnedFile | None = None
-    """The network that merges tokens; None: none are merged."""
+    """The network that merges tokens; None: no network does."""
+    key_merging: KeyMerging | None = None
+    """The rule that merges tokens without a network; None: no rule does."""
     scorer: LearnedFile | None = None
     """The network that scores prompt tokens; None: their attention is summed, if it is needed."""
     retention: Retention | None = None
@@ -152,7 +180,7 @@ class Policy:
         high, low = self.alpha_high, self.alpha_low
         require(high >= 0, "compressor.alpha_high", high, ">= 0")
         require(0 <= low <= high, "compressor.alpha_low", low, f"0 to alpha_high ({high})")
-        if self.merger is not None:
+        if self.merger is not None or self.key_merging is not None:
             expected = f"a quantized format with {self.name}"
             require(self.is_quantized, "compressor.high_format", self.high_format, expected)
         if self.low_format is None:
@@ -213,6 +241,11 @@ class Policy:
         return {modality: file for modality, file in files.items() if file is not None}
 
     @property
+    def merges(self) -> bool:
+        """Whether tokens of prompts are merged, by a network or a rule."""
+        return bool(self.mergers) or self.key_merging is not None
+
+    @property
     def observing_rule(self) -> Retention | None:
         """The retention rule for which prefill measures queries; None: there is none."""
         parts = (self,) if self.images is None else (self, self.images)
@@ -245,7 +278,7 @@ class Policy:
     def decides_by_whole_prompt(self) -> bool:
         """Whether the class of a token, or how it is merged, depends on the whole prompt or on
         what it stands for. Then no prefix of a prompt can be cached."""
-        is_divided = self.images is not None or self.merger is not None
+        is_divided = self.images is not None or self.merges
         has_16_bits = self.compresses and not self.is_quantized
         return is_divided or has_16_bits or self.retention is not None
 
@@ -263,7 +296,7 @@ class Policy:
     def needs_significance(self) -> bool:
         """Whether prompt tokens are classified or merged by the attention that they receive."""
         pools = self.merger is not None and self.merger.kind == "merger"
-        return self.classifies_tokens or pools
+        return self.classifies_tokens or pools or self.key_merging is not None
 
     @property
     def needs_attention_sums(self) -> bool:

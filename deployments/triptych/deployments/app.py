@@ -37,6 +37,7 @@ from triptych.deployments.transport.run_dir import new_run_dir
 from triptych.kvpool import Access
 from triptych.router import check_policies
 from triptych.workers.compress.learned.known_networks import find_networks
+from triptych.workers.decode.codebook_file import check_codebooks
 from triptych.workers.decode.plugins import offers_of
 from triptych.workers.factory import actor_config
 from triptych.workers.models.compression_profile import find_profile
@@ -83,6 +84,7 @@ def make_plan(config: AppConfig) -> AppPlan:
     facts.check_heads(config)
     open_tokenizer(path)  # writes the cached tokenizer that the ingress loads
     profile, one = find_profile(config, facts), shard_of(config, 0)
+    check_codebooks(config, facts)
     learned = find_networks(config, facts)
     pages = PagePlan.of(one, facts.geometry, profile, is_plain=facts.is_plain, learned=learned)
     known_frequencies(pages, facts)  # raises if a method needs others than it has

@@ -17,6 +17,7 @@ METHODS = (
     ("kvarn", "fp8", "uniform:k8v2"),
     ("cake", "expected_attention", "kvcrush"),
     ("h2o:generate", "h2o", "tova"),
+    ("kvmerger", "learned:paper", "leankv"),
 )
 """Beside the default. ``make test`` runs the first, ``make conformance`` the others too."""
 CLIENTS, ANSWER_TOKENS = 16, 60

@@ -93,6 +93,12 @@ def test_every_token_is_stored_once_or_dropped_in_pages_of_the_methods_formats(
         sink, window = min(count, plan.sink_tokens), plan.policy.window_tokens
         assert held[:, :sink].all()
         assert held[:, count - min(count, window) :].all()
+        if plan.policy.key_merging is not None:
+            leaving = plan.leaving_tokens(count)
+            sets = plan.policy.key_merging.sets(count, leaving, min(1, leaving))
+            assert (held[:, sink : sink + leaving].sum(1) == sets).all()
+            assert held[:, sink + leaving :].all()
+            continue
         if plan.merges:
             leaving, chunk = plan.leaving_tokens(count), plan.policy.merged_tokens
             merged = held[:, sink : sink + leaving].reshape(rows, -1, chunk)
@@ -242,7 +248,7 @@ def test_parts_say_what_they_do_and_what_they_need(row: str) -> None:
     rule = policy.observing_rule
     measured = {"attention_moments", "query_statistics"}
     assert method.needs & measured == ({rule.measured} & measured if rule else set())
-    assert (policy.merger is not None) == ("merges_tokens" in method.traits)
+    assert policy.merges == ("merges_tokens" in method.traits)
     assert policy.drops_tokens == ("drops_tokens" in method.traits)
     assert (policy.low_format is not None) == ("requantizes_tokens" in method.traits)
     assert policy.kv_rotation.rotated == ("mixes_channels" in method.traits)

@@ -154,6 +154,7 @@ CACHED = ("", "learned:score", "leankv", "uniform:k4v2")
                 ("h2o", "tova", "learned:score", "pyramidkv"),
                 ("streaming_llm", "learned:paper", "knorm", "uniform:k4v2"),
                 ("expected_attention", "cake", "keydiff", "kvcrush"),
+                ("snapkv", "learned:merge", "leankv", "kvmerger"),
             ],
         ),
         ("h2o:generate", "snapkv", "leankv", "h2o"),

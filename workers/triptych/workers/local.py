@@ -49,6 +49,7 @@ from triptych.router import AttemptTable, RequestTrace, Timeouts, Windows
 from triptych.router.replay import end_recording, open_scheduler
 from triptych.workers.compress.learned.known_networks import find_networks
 from triptych.workers.core_scheduler import SharedCores
+from triptych.workers.decode.codebook_file import check_codebooks
 from triptych.workers.decode.plugins import offers_of
 from triptych.workers.device import Device
 from triptych.workers.factory import (
@@ -124,6 +125,7 @@ class LocalServer:
         """
         path = model_path or resolve(config.model.name)
         facts, vision = describe(path), describe_vision(path)
+        check_codebooks(config, facts)
         self._images = dict[str, Sequence[Image]]()
         """By request, until it ends."""
         self._layout = vision.layout

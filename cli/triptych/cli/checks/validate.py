@@ -183,6 +183,7 @@ def known_of(config: AppConfig) -> "tuple[ModelFacts, AppPlan] | tuple[None, Non
     from triptych.cli.checks.sizing import app_plan
     from triptych.cli.serving.panel import describe_pages
     from triptych.workers.compress.learned.known_networks import find_networks
+    from triptych.workers.decode.codebook_file import check_codebooks
     from triptych.workers.models.compression_profile import find_profile
     from triptych.workers.models.facts import describe
     from triptych.workers.models.store.model_store import resolve
@@ -198,6 +199,7 @@ def known_of(config: AppConfig) -> "tuple[ModelFacts, AppPlan] | tuple[None, Non
     open_tokenizer(path)
     context = config.context_tokens(facts.context_tokens)
     profile = find_profile(config, facts)
+    check_codebooks(config, facts)
     learned = find_networks(config, facts)
     plan = app_plan(
         config, facts.geometry, context, profile, is_plain=facts.is_plain, learned=learned

@@ -209,9 +209,10 @@ class CompressorConfig:
     ``kvarn`` and ``oscar`` store all tokens in formats of their own; ``streaming_llm``, ``knorm``,
     ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``, ``tova``, ``expected_attention``,
     ``cake``, ``kvcrush``, ``tangram`` and ``compresskv`` keep ``keep_share`` of a prompt's tokens,
-    in ``high_format``, and ``h2o:generate`` as many while it generates; ``learned:merge``,
-    ``learned:paper`` and ``learned:score`` use networks trained
-    for the model (``learned``); ``module:object`` is a policy of your own (docs/extending.md).
+    in ``high_format``, and ``h2o:generate`` as many while it generates; ``kvmerger`` merges tokens
+    with alike keys until as many are left; ``learned:merge``, ``learned:paper`` and
+    ``learned:score`` use networks trained for the model (``learned``); ``module:object`` is a
+    policy of your own (docs/extending.md).
     ``<method>/<method>``, as in ``uniform:k8v4/snapkv``: the second one decides about the tokens of
     images in a prompt. ``auto`` without a profile: ``uniform:k8v4``."""
 
@@ -227,9 +228,9 @@ class CompressorConfig:
     start."""
 
     high_format: str = "auto"
-    """Format of significant tokens (``diffkv``, ``leankv``) and of merged ones (``learned:merge``);
-    ``auto`` without a profile: ``k8v4``. With ``fp16`` sink and recent window have 16 bits too, and
-    requests use no cached prefixes."""
+    """Format of significant tokens (``diffkv``, ``leankv``) and of merged ones
+    (``learned:merge``, ``kvmerger``); ``auto`` without a profile: ``k8v4``. With ``fp16`` sink and
+    recent window have 16 bits too, and requests use no cached prefixes."""
 
     low_format: str = "auto"
     """Format of the less significant ones (``diffkv``, ``leankv``); ``auto`` without a profile:
@@ -254,8 +255,9 @@ class CompressorConfig:
     """Those that together receive less than this share are dropped (``leankv``)."""
 
     keep_share: float = 0.5
-    """Share of a prompt's tokens that retention rules keep (``snapkv``, ``h2o``, ...), with the
-    first and the newest ones; requests of these methods use no cached prefixes."""
+    """Share of a prompt's tokens that retention rules keep (``snapkv``, ``h2o``, ...), or
+    ``kvmerger`` leaves, with the first and the newest ones; requests of these methods use no cached
+    prefixes."""
 
     image_keep_share: float | Auto = "auto"
     """The same for the tokens of images, where a retention rule decides about them

@@ -11,9 +11,12 @@ from triptych.core.config.values import require
 class SelectionConfig:
     """Which pages of a long context a decode step reads; by default all."""
 
-    method: Literal["none", "moments", "box"] = "none"
-    """How pages are ranked for each query: by means and deviations of quarters of their keys, or by
-    the box around them; ``none``: every page is read."""
+    method: Literal["none", "moments", "box", "a2ats"] = "none"
+    """How pages are ranked for each query: by means and deviations of quarters of their keys, by
+    the box around them, or by codes of their keys (``codebooks``); ``none``: every page is read."""
+
+    codebooks: str = ""
+    """File of codebooks for ``method: a2ats``, which ``triptych codebooks`` wrote for the model."""
 
     keep_fraction: float = 0.3
     """Share of each head row's pages that is read, those that are read in any case included."""
@@ -61,6 +64,9 @@ class SelectionConfig:
         for name in ("budget_tokens", "sink_tokens", "window_tokens"):
             value = getattr(self, name)
             require(0 <= value < 1 << 31, f"decode.selection.{name}", value, "0 or more")
+        fits = (self.method == "a2ats") == bool(self.codebooks)
+        expected = "a file with method: a2ats ('triptych codebooks' writes one), else empty"
+        require(fits, "decode.selection.codebooks", self.codebooks, expected)
         mass, told = self.omitted_mass, self.method == "moments"
         expected = "0 to 1; above 0 only with method: moments"
         fits = 0 <= mass < 1 and (mass == 0 or told)

@@ -310,7 +310,7 @@ class ClassShares:
     """Those in high pages, and in pages of a cached prefix."""
     low: float = 0.0
     merged: float = 0.0
-    """Tokens of chunks that became one token each."""
+    """Tokens of chunks that became one token each, or of which a rule made fewer."""
     pruned: float = 0.0
     """Tokens that no page holds, those before a sliding window included."""
 

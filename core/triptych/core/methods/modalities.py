@@ -20,6 +20,13 @@ def by_modality(name: str, text: Policy, images: Policy) -> Policy:
             _refuse(
                 name, f"16-bit pages of prefill are not compressed ({of}): name a quantized one"
             )
+    for policy in (text, images):
+        if policy.key_merging is not None:
+            _refuse(
+                name,
+                f"{policy.name!r} merges text by a share of its own, and keeps the tokens of "
+                "images as they are: name it alone",
+            )
     if text.merger is not None or images.merger is not None:
         _check_beside_merged(name, text, images)
     if text.kv_rotation != images.kv_rotation:

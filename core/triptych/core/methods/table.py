@@ -31,6 +31,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "learned:merge": "triptych.core.methods.learned:MERGE",
         "learned:paper": "triptych.core.methods.learned:PAPER",
         "learned:score": "triptych.core.methods.learned:SCORE",
+        "kvmerger": "triptych.core.methods.kvmerger:METHOD",
         "saw_int4": "triptych.core.methods.codecs.saw_int4:METHOD",
         "fp8": "triptych.core.methods.codecs.fp8:METHOD",
         "kivi": "triptych.core.methods.codecs.kivi:METHOD",

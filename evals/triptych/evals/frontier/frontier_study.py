@@ -55,6 +55,7 @@ FRONTIER = (
     "uniform:k8v8",
     "diffkv+alpha_high=1",
     *(f"served:{name}+keep_share={KEPT[1]}" for name in RETENTION),
+    *(f"kvmerger+keep_share={share}" for share in KEPT),
     "uniform:k2v2",
     "uniform:k2v4",
     "uniform:k4v1",

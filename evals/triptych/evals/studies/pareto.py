@@ -50,7 +50,7 @@ def _keeps_all(name: str, profile: Profile, learned: Sequence[LearnedFile]) -> b
         policy = policy_of(CompressorConfig(policy=name), profile, learned)
     except ConfigError:
         return False
-    return not (policy.drops_tokens or policy.mergers)
+    return not (policy.drops_tokens or policy.merges)
 
 
 def _served_together(

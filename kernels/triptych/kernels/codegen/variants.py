@@ -26,8 +26,10 @@ from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Past, Section
 from triptych.kernels.pointwise import gpu as pointwise
 from triptych.kernels.prefill import gpu as prefill
-from triptych.kernels.select import KINDS, Rule, Summaries, tile_bytes
+from triptych.kernels.select import KINDS, KeyCodebooks, Rule, Summaries, tile_bytes
+from triptych.kernels.select import Kind as SummaryKind
 from triptych.kernels.select import gpu as select
+from triptych.kernels.select.key_codes import CENTROIDS
 from triptych.kernels.served_layouts import FIRST, ServedLayouts, served_layouts
 from triptych.kernels.triton.launch import Launch
 
@@ -231,21 +233,34 @@ def _select(scope: Scope) -> Iterator[Planned]:
     kinds, more = scope.some((USUAL, Kind(group=1))), scope.some((USUAL, Kind(group=32), EXACT))
     wanted = chain(
         product(scope.dims, KINDS, kinds, (Rule.of(0.3),), (16, 300)),
+        product(scope.dims, ("a2ats",), (USUAL,), (Rule.of(0.3),), (16, 300)),
         product(scope.few_dims(), ("moments",), more, (adaptive,), (16, 300)),
     )
     for dim, how, kind, rule, width in wanted:
         cache = _sections(served_layouts(dim)[MAIN], kind, width)
-        memory = _meta(4, 8, -(-width // 16), tile_bytes(how, dim), dtype=torch.uint8)
-        known = Summaries(how, memory, dim)
+        known = [_summaries(how, section, dim, width) for section in cache[1:]]
         page_lists = PageLists(_meta(4, 8, len(cache) * width), _meta(4, 8), _meta(4))
         means = " means" if rule.omitted_mass else ""
         yield (
             f"{how} d{dim} {kind}{means}{' short' if width < 100 else ''}",
             select.plan(
-                _query(dim, kind), cache, [None, *[known] * (len(cache) - 1)], _meta(4), _meta(4),
+                _query(dim, kind), cache, [None, *known], _meta(4), _meta(4),
                 rule, page_lists, 0.1, _meta(8, BUDGET_STEPS + 1),
             ),
         )  # fmt: skip
+
+
+def _summaries(how: SummaryKind, section: Section, dim: int, width: int) -> Summaries:
+    room = section.layout.tokens
+    size = tile_bytes(how, dim, room)
+    memory, books = _meta(4, 8, -(-width // 16), size, dtype=torch.uint8), None
+    if how == "a2ats":
+        shapes = (1, 8, CENTROIDS, dim), (1, 8, dim, dim), (dim // 2,), (1, 8, dim)
+        centroids, moments, frequencies, centre = (
+            _meta(*shape, dtype=torch.float32) for shape in shapes
+        )
+        books = KeyCodebooks(centroids, moments, frequencies, 64, centre)
+    return Summaries(how, memory, dim, page_tokens=room, codebooks=books)
 
 
 def _prefill(scope: Scope) -> Iterator[Planned]:

@@ -3,6 +3,7 @@
 from triptych.kernels.op import Op
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.select import reference
+from triptych.kernels.select.key_codes import KeyCodebooks
 from triptych.kernels.select.summary import (
     KINDS,
     TILE_PAGES,
@@ -35,6 +36,7 @@ __all__ = [
     "KINDS",
     "TILE_PAGES",
     "WHOLE",
+    "KeyCodebooks",
     "Kind",
     "PageLists",
     "Rule",

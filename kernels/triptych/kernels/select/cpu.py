@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from struct import Struct
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
+from triptych.kernels.codec import cpu as codec
 from triptych.kernels.codec.cpu import form_words
 from triptych.kernels.codec.vectors import PART_WORDS
 from triptych.kernels.codegen.numba_runtime import team_address, team_threads
@@ -17,7 +19,8 @@ from triptych.kernels.hadamard import block_size
 from triptych.kernels.page_lists import PageLists, page_list_words
 from triptych.kernels.pages import Section, check_arena, check_indices
 from triptych.kernels.select import cpu_choice, cpu_summaries
-from triptych.kernels.select.reference import unrotated
+from triptych.kernels.select.key_codes import CENTROIDS
+from triptych.kernels.select.reference import code_logits, unrotated, write_summaries
 from triptych.kernels.select.score_tile import ScoreTile, score_tile_address
 from triptych.kernels.select.summary import (
     CODE_BYTES,
@@ -40,6 +43,9 @@ def summarize_pages(
     """See ``reference.summarize_pages``."""
     check_arena(arena, layout)
     check_indices(pages, rows, columns)
+    if summaries.codebooks is not None:
+        _summarize_by_codes(arena, layout, pages, summaries, rows, columns)
+        return
     pages, rows, columns = pages.contiguous(), rows.contiguous(), columns.contiguous()
     memory, words = summaries.memory, form_words(layout)
     tokens, _, positions, _, _, *parts = words
@@ -70,6 +76,27 @@ def summarize_pages(
         raise ConfigError("summarize_pages: a page, a row or a column is out of range")
 
 
+def _summarize_by_codes(
+    arena: Tensor,
+    layout: PageLayout,
+    pages: Tensor,
+    summaries: Summaries,
+    rows: Tensor,
+    columns: Tensor,
+) -> None:
+    """Compiled code decodes the keys; the nearest centroids are products of matrices.
+
+    Raises:  ConfigError if a page, a row or a column is out of range
+    """
+    slots, kv_heads, _, _ = summaries.memory.shape
+    for index, count in ((pages, len(arena)), (rows, slots * kv_heads), (columns, summaries.pages)):
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < count:
+            raise ConfigError("summarize_pages: a page, a row or a column is out of range")
+    tokens = torch.full_like(pages, layout.tokens)
+    key, _, positions = codec.load_tokens(arena, layout, pages[:, None].contiguous(), tokens)
+    write_summaries(key, positions, summaries, rows, columns)
+
+
 def select_pages(
     query: Tensor,
     sections: Sequence[Section],
@@ -91,7 +118,10 @@ def select_pages(
     )
     check_indices(slots, positions)
     check_head_budgets(head_budgets, table.kv_heads)
-    query = unrotated(query.float(), table.summaries).contiguous()
+    if table.summaries.codebooks is not None:
+        query = code_logits(query, positions, table.summaries, scale)
+    else:
+        query = unrotated(query.float(), table.summaries).contiguous()
     slots, positions, lists_of = (
         slots.contiguous(),
         positions.contiguous(),
@@ -152,16 +182,19 @@ def _table(
     group = heads // kv_heads
     pairs = zip(sections, summaries, strict=True)
     words = np.array([_words(*pair, kv_heads, dim) for pair in pairs], np.int64)
-    tile = ScoreTile(known.kind, group, dim, rule.omitted_mass > 0)
-    shared = kv_heads, group, dim, words.ctypes.data, len(words), score_tile_address(tile)
+    if known.codebooks is not None:  # a query is its logits with all codes, of all heads together
+        shared = kv_heads, 1, CENTROIDS, words.ctypes.data, len(words), 0
+    else:
+        tile = ScoreTile(known.kind, group, dim, rule.omitted_mass > 0)
+        shared = kv_heads, group, dim, words.ctypes.data, len(words), score_tile_address(tile)
     rule_words = rule.keep, rule.budget_tokens, rule.sink_tokens, rule.window_tokens
     return Table(kv_heads, known, (*shared, *rule_words, *_form(known)), words)
 
 
 def _form(summaries: Summaries) -> tuple[int, ...]:
-    """Layout of summaries as words: whether it is a box, code vectors, numbers."""
+    """Layout of summaries as words: kind, code vectors, numbers."""
     kind = summaries.kind
-    return kind == "box", CODE_BYTES[kind], NUMBERS[kind]
+    return cpu_choice.WORDS[kind], CODE_BYTES[kind], NUMBERS[kind]
 
 
 def _words(

@@ -35,10 +35,14 @@ Job = namedtuple(
     " list_rows list_count ordinals list_stride list_head list_entries counts count_slot count_head"
     " head_budgets scores score_row score_head"
     " kv_heads group dim sections section_count step keep budget sinks window"
-    " is_box codes numbers"
+    " kind codes numbers"
     " scale omitted",
 )
 JOB_WORDS = len(Job._fields)
+
+MOMENTS, BOX, TOKEN_CODES = range(3)
+WORDS = {"moments": MOMENTS, "box": BOX, "a2ats": TOKEN_CODES}
+"""Kinds of summaries as words of a job."""
 
 FORCED = np.int32(2**31 - 1)
 """Key of a page that is always read; above the key of every score."""
@@ -101,8 +105,11 @@ def _choose(job, sections, row, keys, found, query, masses):
     if budget > job.list_entries:
         return False
     if budget < pages or job.scores:
-        _prepare(job, row, query)
-        _score(job, sections, slot, head, keys, found, query, masses)
+        if job.kind == TOKEN_CODES:
+            _score_codes(job, sections, slot, head, row, keys, found)
+        else:
+            _prepare(job, row, query)
+            _score(job, sections, slot, head, keys, found, query, masses)
         if job.scores:
             _write_scores(job, request, head, keys[:pages])
         if job.omitted > 0:
@@ -167,7 +174,7 @@ def _mark_required(job, sections, slot, head, position, keys):
             return np.int64(-1), forced, small, total
         for first in range(0, full, TILE_PAGES):
             at = _tile(job, section, slot, head, first)
-            at += TILE_PAGES * (job.codes * job.dim + 4 * job.numbers)
+            at += TILE_PAGES * _code_bytes(job, section)
             ends = carray(pointer(at), 2 * TILE_PAGES, np.int32)
             for page in range(min(TILE_PAGES, full - first)):
                 competes = ends[page] >= job.sinks and ends[TILE_PAGES + page] <= newest
@@ -190,7 +197,13 @@ def _competing(section, tokens):
 @kernel
 def _tile(job, section, slot, head, page):
     at = section[TILE_AT] + slot * section[TILE_SLOT] + head * section[TILE_HEAD]
-    return at + page * (job.codes * job.dim + 4 * (job.numbers + POSITIONS))
+    return at + page * (_code_bytes(job, section) + 4 * POSITIONS)
+
+
+@kernel
+def _code_bytes(job, section):
+    """Bytes of a summary in front of its positions."""
+    return section[ROOM] if job.kind == TOKEN_CODES else job.codes * job.dim + 4 * job.numbers
 
 
 @kernel
@@ -203,7 +216,7 @@ def _prepare(job, row, query):
         first_sum = second_sum = np.float32(0.0)
         for channel in range(head * dim, (head + 1) * dim):
             number = near[channel] * job.scale
-            if job.is_box:
+            if job.kind == BOX:
                 first, other = max(number, np.float32(0.0)), min(number, np.float32(0.0))
             else:
                 first, other = number, number * number
@@ -242,6 +255,28 @@ def _score(job, sections, slot, head, keys, found, query, masses):
             if has_masses:
                 masses[:, start + first : start + first + here] = of_tile[:, :here]
             for page in range(here):
+                if keys[start + first + page] != FORCED:
+                    keys[start + first + page] = _key(bits[page])
+        start += pages
+
+
+@kernel
+def _score_codes(job, sections, slot, head, row, keys, found):
+    """As ``_score`` for codes of tokens: the largest of their logits. No masses."""
+    logits = carray(pointer(job.query + 4 * np.int64(row) * job.dim), job.dim, np.float32)
+    start, bits = np.int64(0), found[0].view(np.int32)
+    for section in sections:
+        tokens, room = _tokens(section, slot, head), section[ROOM]
+        full, pages = _competing(section, tokens), -(-tokens // room)
+        for first in range(0, full, TILE_PAGES):
+            here = min(TILE_PAGES, full - first)
+            at = _tile(job, section, slot, head, first)
+            codes = carray(pointer(at), here * room, np.uint8)
+            for page in range(here):
+                best = np.float32(-np.inf)
+                for code in codes[page * room : (page + 1) * room]:
+                    best = max(best, logits[code])
+                found[0, page] = best
                 if keys[start + first + page] != FORCED:
                     keys[start + first + page] = _key(bits[page])
         start += pages

@@ -18,7 +18,8 @@ from triptych.kernels.page_lists import PageLists, check_page_lists
 from triptych.kernels.pages import Section, check_indices
 from triptych.kernels.select.gpu_choice import choose_pages
 from triptych.kernels.select.gpu_scores import score_spans
-from triptych.kernels.select.reference import unrotated, write_summaries
+from triptych.kernels.select.key_codes import CENTROIDS
+from triptych.kernels.select.reference import code_logits, unrotated, write_summaries
 from triptych.kernels.select.summary import (
     DEVIATIONS,
     Rule,
@@ -100,15 +101,17 @@ def plan(
     check_indices(slots, positions)
     check_device("select_pages", query, slots, positions, scores, head_budgets, page_lists.ordinals)
     pages = sum(section.pages.shape[2] for section in sections)
-    scores = _scores(query, (rows, kv_heads, pages), scores)
+    scores, head_dim = _scores(query, (rows, kv_heads, pages), scores), dim
     means = None
     if rule.omitted_mass > 0:
         means = query.new_empty((rows, kv_heads, group, pages), dtype=torch.float32)
-    given = (
-        unrotated(query.float(), known).contiguous(), slots.contiguous(), positions.contiguous()
-    )  # fmt: skip
+    if known.codebooks is not None:  # a query is its logits with all codes, of all heads together
+        near, group, dim = code_logits(query, positions, known, scale), 1, CENTROIDS
+    else:
+        near = unrotated(query.float(), known).contiguous()
+    given = (near, slots.contiguous(), positions.contiguous())
     places = tuple(
-        _place(section, part, kv_heads, dim)
+        _place(section, part, kv_heads, head_dim)
         for section, part in zip(sections, summaries, strict=True)
     )
     found = (scores, *scores.stride()[:2], means, pages)
@@ -117,6 +120,7 @@ def plan(
     constants: dict[str, object] = {
         "KNOWN": tuple(part is not None for part in summaries),
         "IS_BOX": known.kind == "box",
+        "IS_CODES": known.kind == "a2ats",
         "G": group,
         "HEADS": max(MIN_DOT, power_of_two(group)),
         "DIM": dim,

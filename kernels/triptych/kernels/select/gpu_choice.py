@@ -13,7 +13,7 @@ import triton.language as tl
 
 from triptych.core import head_budgets as core_budgets
 from triptych.kernels.select import summary
-from triptych.kernels.select.gpu_scores import pages_of, query_stats_of, score_pages
+from triptych.kernels.select.gpu_scores import logits_of, pages_of, query_stats_of, score_pages
 
 WHOLE = tl.constexpr(summary.WHOLE)
 STEPS = tl.constexpr(core_budgets.BUDGET_STEPS)
@@ -24,8 +24,8 @@ DIGITS = tl.constexpr(256)
 def choose_pages(
     query, slots, positions, sections, scores, by_row, by_head, means, all_pages,
     scale, deviations, sinks, window, page_lists, head_budgets, keep, budget, omitted,
-    KNOWN: tl.constexpr, PARTS: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SPAN: tl.constexpr,
+    KNOWN: tl.constexpr, PARTS: tl.constexpr, IS_BOX: tl.constexpr, IS_CODES: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, SPAN: tl.constexpr,
     FUSED: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write the page lists of the requests that have one. Grid: 1, KV heads, requests.
@@ -38,7 +38,10 @@ def choose_pages(
     if (place >= 0) & (place < row_count):
         total, small, tokens = 0, 0, 0
         if FUSED:
-            query_stats = query_stats_of(query, scale, G, HEADS, DIM)
+            if IS_CODES:
+                query_stats = (logits_of(query, DIM),)
+            else:
+                query_stats = query_stats_of(query, scale, G, HEADS, DIM)
         for at in tl.static_range(len(sections)):
             count, pages, _width = pages_of(sections[at], slots)
             if FUSED:
@@ -46,7 +49,7 @@ def choose_pages(
                     score_pages(
                         query_stats, slots, positions, sections[at], count, pages, total, first,
                         scores, by_row, by_head, means, all_pages, deviations, sinks, window,
-                        KNOWN[at], IS_BOX, G, HEADS, DIM, SPAN,
+                        KNOWN[at], IS_BOX, IS_CODES, G, HEADS, DIM, SPAN,
                     )  # fmt: skip
             total += pages
             small += pages - (pages + PARTS[at] - 1) // PARTS[at]

@@ -24,7 +24,8 @@ STEP = tl.constexpr(32)
 def score_spans(
     query, slots, positions, rows, row_count, sections, scores, by_row, by_head, means, all_pages,
     scale, deviations, sinks, window,
-    KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
+    KNOWN: tl.constexpr, IS_BOX: tl.constexpr, IS_CODES: tl.constexpr, G: tl.constexpr,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Score the pages of requests that have a list, one span of pages per program.
@@ -34,7 +35,10 @@ def score_spans(
     """
     place = tl.load(rows + tl.program_id(2))
     if (place >= 0) & (place < row_count):
-        query_stats = query_stats_of(query, scale, G, HEADS, DIM)
+        if IS_CODES:
+            query_stats = (logits_of(query, DIM),)
+        else:
+            query_stats = query_stats_of(query, scale, G, HEADS, DIM)
         span, base = tl.program_id(0), 0
         for at in tl.static_range(len(sections)):
             count, pages, width = pages_of(sections[at], slots)
@@ -42,7 +46,7 @@ def score_spans(
                 score_pages(
                     query_stats, slots, positions, sections[at], count, pages, base, span * SPAN,
                     scores, by_row, by_head, means, all_pages, deviations, sinks, window,
-                    KNOWN[at], IS_BOX, G, HEADS, DIM, SPAN,
+                    KNOWN[at], IS_BOX, IS_CODES, G, HEADS, DIM, SPAN,
                 )  # fmt: skip
             base += pages
             span -= (width + SPAN - 1) // SPAN
@@ -57,6 +61,24 @@ def pages_of(section, slots):
         tokens, slot, tl.program_id(1), slot_count, count_slot, count_head, width, room
     )
     return count, pages, width
+
+
+@triton.jit
+def logits_of(query, DIM: tl.constexpr):
+    """Pointer to the logits of this head row with all codes."""
+    return query + (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * DIM
+
+
+@triton.jit
+def code_scores(logits, codes, room, live):
+    """The largest logit of the codes of the tokens of pages, [SPAN]."""
+    best = tl.full([live.shape[0]], float("-inf"), tl.float32)
+    for first in range(0, room, STEP):
+        token = first + tl.arange(0, STEP)
+        mask = live[:, None] & (token < room)[None, :]
+        code = tl.load(codes[:, None] + token[None, :], mask=mask, other=0).to(tl.int32)
+        best = tl.maximum(best, tl.max(tl.load(logits + code, mask=mask, other=float("-inf")), 1))
+    return best
 
 
 @triton.jit
@@ -92,7 +114,8 @@ def channels_of(
 def score_pages(
     query_stats, slots, positions, section, count, pages, base, first, scores, by_row, by_head,
     means, all_pages, deviations, sinks, window,
-    KNOWN: tl.constexpr, IS_BOX: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
+    KNOWN: tl.constexpr, IS_BOX: tl.constexpr, IS_CODES: tl.constexpr, G: tl.constexpr,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Write the scores of ``SPAN`` pages of a section; infinity for pages that are always read.
@@ -108,12 +131,15 @@ def score_pages(
     if KNOWN:
         codes: tl.constexpr = (2 if IS_BOX else 3) * DIM * PAGES
         numbers: tl.constexpr = (4 if IS_BOX else 3 * BLOCKS) * PAGES
-        tile_bytes: tl.constexpr = codes + 4 * (numbers + POSITIONS * PAGES)
+        before = room * PAGES if IS_CODES else codes + 4 * numbers
+        tile_bytes = before + 4 * POSITIONS * PAGES
         row = memory + tl.load(slots + request).to(tl.int64) * by_slot + head * of_head
         tile, place = row + (page // PAGES) * tile_bytes, page % PAGES
         is_stored = page // PAGES * PAGES < pages  # the same for all pages of a tile: wide loads
         at = (tile + codes).to(tl.pointer_type(tl.float32)) + place
-        if IS_BOX:
+        if IS_CODES:
+            best = code_scores(query_stats[0], tile + place * room, room, live)[None, :]
+        elif IS_BOX:
             best = box_scores(query_stats, tile + place, is_stored, live, at, G, HEADS, DIM)
         else:
             best, mass = moment_scores(
@@ -132,7 +158,7 @@ def score_pages(
         best = tl.max(tl.where((tl.arange(0, HEADS) < G)[:, None], best, float("-inf")), 0)
         competing = tl.maximum(count - 1, 0) // room
         mass = tl.where((page < competing)[None, :], mass, float("-inf"))
-        ends = (tile + codes + 4 * numbers).to(tl.pointer_type(tl.int32)) + place
+        ends = (tile + before).to(tl.pointer_type(tl.int32)) + place
         oldest = tl.load(ends, mask=live, other=0)
         newest = tl.load(ends + PAGES, mask=live, other=0)
         now = tl.load(positions + request)

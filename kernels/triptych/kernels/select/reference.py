@@ -57,13 +57,17 @@ def write_summaries(
     key: Tensor, positions: Tensor, summaries: Summaries, rows: Tensor, columns: Tensor
 ) -> None:
     """Write the summaries of n pages from keys [n, T, d] and positions [n, T]."""
-    key = unrotated(key, summaries)
-    codes, numbers = _coded_box(key) if summaries.kind == "box" else _coded_moments(key)
     kv_heads = summaries.memory.shape[1]
     slot, head = rows.long() // kv_heads, rows.long() % kv_heads
     tile, page = columns.long() // TILE_PAGES, columns.long() % TILE_PAGES
-    summaries.codes[slot, head, tile, :, :, page] = codes
-    summaries.numbers[slot, head, tile, :, page] = numbers
+    if summaries.codebooks is not None:
+        found = summaries.codebooks.codes(key, positions, rows.long(), rotated=summaries.rotated)
+        summaries.token_codes[slot, head, tile, page] = found
+    else:
+        key = unrotated(key, summaries)
+        codes, numbers = _coded_box(key) if summaries.kind == "box" else _coded_moments(key)
+        summaries.codes[slot, head, tile, :, :, page] = codes
+        summaries.numbers[slot, head, tile, :, page] = numbers
     summaries.positions[slot, head, tile, 0, page] = positions.amin(1)
     summaries.positions[slot, head, tile, 1, page] = positions.amax(1)
 
@@ -73,6 +77,13 @@ def unrotated(vectors: Tensor, summaries: Summaries) -> Tensor:
     if not summaries.rotated:
         return vectors
     return vectors @ hadamard(summaries.head_dim, vectors.device)
+
+
+def code_logits(query: Tensor, positions: Tensor, summaries: Summaries, scale: float) -> Tensor:
+    """Logits of queries with the codes of ``a2ats`` (``KeyCodebooks.logits``): [R, KH, 256]."""
+    assert summaries.codebooks is not None
+    model_query = unrotated(query.float(), summaries)
+    return summaries.codebooks.logits(model_query, positions, scale=scale)
 
 
 def moments(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +155,8 @@ def select_pages(
     number of the rule; of equal scores the earlier page. The score of a page is the largest among
     the query heads of its KV head. For a box with largest numbers M and smallest numbers m it is
     ``sum of max(q M, q m)``, never below the logit of a key of the page. For moments it is the
-    largest ``q mean + 3 sqrt(sum of q**2 deviation**2)`` of the blocks.
+    largest ``q mean + 3 sqrt(sum of q**2 deviation**2)`` of the blocks; for ``a2ats`` the largest
+    logit of the keys that the codes of its tokens stand for.
 
     With ``omitted_mass``, pages are added in the order of their scores until, for each query head,
     the expected share of attention of the other pages is no more than that. The expected attention
@@ -166,6 +178,8 @@ def select_pages(
     steps: list[list[int]] = [[]] * kv_heads if head_budgets is None else head_budgets.tolist()
     model_query = query.float() if known is None else unrotated(query.float(), known)
     grouped = model_query.unflatten(1, (kv_heads, -1)) * scale
+    if known is not None and known.codebooks is not None:
+        grouped = code_logits(query, positions, known, scale)[:, :, None]
     for request, place in enumerate(page_lists.rows.tolist()):
         for head in range(kv_heads if place >= 0 else 0):
             slot = int(slots[request])
@@ -235,7 +249,12 @@ def _scores(query: Tensor, row: Row, position: int, rule: Rule) -> Tensor:
 
 
 def page_scores(query: Tensor, summaries: Summaries, slot: int, head: int) -> Tensor:
-    """Scores of all pages in ``summaries`` of a head row, for the queries [G, d]."""
+    """Scores of all pages in ``summaries`` of a head row, for the queries [G, d].
+
+    For ``a2ats`` the query is its logits with all codes, [1, 256].
+    """
+    if summaries.kind == "a2ats":
+        return query[0][summaries.token_codes[slot, head].flatten(0, 1).long()].amax(-1)
     if summaries.kind == "box":
         most, least = decoded_box(summaries, slot, head)
         scores = query.relu() @ most.T + query.clamp(max=0) @ least.T

@@ -1,36 +1,42 @@
-"""Page summaries: a few vectors per page from which the largest logit of its keys is estimated.
+"""Page summaries: a few vectors or codes per page, from which its largest logit is estimated.
 
-There are two kinds. ``box`` has the largest and the smallest number of each channel among the keys
+There are three kinds. ``box`` has the largest and smallest number of each channel among the keys
 of the page; the score of a page is an upper bound of its logits. ``moments`` has the mean of each
 quarter of the page's tokens, and the deviation of the keys from these means, by channel and by
 quarter. Its score is no bound, but ranks pages better: most keys of a page are far from the corners
 of its box, and one outstanding key moves the mean of its quarter.
 
-Both are computed in the coordinates of the model, also if pages hold rotated keys: there the
+``a2ats`` has a code of each token, the nearest of 256 keys of its head; its score is the largest
+logit of the keys that the codes stand for (``key_codes``).
+
+All are computed in the coordinates of the model, also if pages hold rotated keys: there the
 channels differ most in their deviation, so that a deviation per channel is most informative.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
 from triptych.core.head_budgets import BUDGET_STEPS
+from triptych.kernels.select.key_codes import KeyCodebooks
 
-Kind = Literal["box", "moments"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind = Literal["box", "moments", "a2ats"]
+KINDS: tuple[Kind, ...] = ("box", "moments")
+"""Those of keys alone; ``a2ats`` needs codebooks of a model."""
 
 TILE_PAGES = 16
 """Pages whose summaries are interleaved channel by channel: the lanes of a vector register."""
 BLOCKS = 4
 """Consecutive blocks of a page's tokens; ``moments`` has the mean of each."""
-CODE_BYTES: dict[Kind, int] = {"box": 2, "moments": 3}
+CODE_BYTES: dict[Kind, int] = {"box": 2, "moments": 3, "a2ats": 0}
 """Bytes per channel of a page. ``box``: largest and smallest number. ``moments``: means of 4 bits,
-two to a byte, the first in the low bits, and the deviation."""
-NUMBERS: dict[Kind, int] = {"box": 4, "moments": 3 * BLOCKS}
+two to a byte, the first in the low bits, and the deviation. ``a2ats``: none, but one for each token
+of the page."""
+NUMBERS: dict[Kind, int] = {"box": 4, "moments": 3 * BLOCKS, "a2ats": 0}
 """Numbers of a page. ``box``: scale and zero of each vector. ``moments``: for each block scale and
 zero of the mean, and scale of the deviation."""
 POSITIONS = 2
@@ -41,17 +47,20 @@ DEVIATIONS = 3.0
 """``moments`` estimates the largest logit of a block as mean plus this many deviations."""
 
 
-def tile_bytes(kind: Kind, head_dim: int) -> int:
+def tile_bytes(kind: Kind, head_dim: int, page_tokens: int = 0) -> int:
     """Bytes of a tile, the summaries of ``TILE_PAGES`` pages: codes, numbers, positions."""
-    return TILE_PAGES * summary_bytes(kind, head_dim)
+    return TILE_PAGES * summary_bytes(kind, head_dim, page_tokens)
 
 
-def summary_bytes(kind: Kind, head_dim: int) -> int:
+def summary_bytes(kind: Kind, head_dim: int, page_tokens: int = 0) -> int:
     """Bytes of the summary of one page.
+
+    ``page_tokens``: tokens of a page, of which ``a2ats`` has codes; others do not depend on it.
 
     At head_dim 64: 248 for ``moments`` and 152 for ``box``, 6.9 and 4.2 % of a page.
     """
-    return CODE_BYTES[kind] * head_dim + 4 * (NUMBERS[kind] + POSITIONS)
+    of_tokens = page_tokens if kind == "a2ats" else 0
+    return of_tokens + CODE_BYTES[kind] * head_dim + 4 * (NUMBERS[kind] + POSITIONS)
 
 
 def block_ends(tokens: int) -> list[tuple[int, int]]:
@@ -74,9 +83,16 @@ class Summaries:
     head_dim: int
     rotated: bool = False
     """Whether the pages hold keys that ``hadamard`` has rotated."""
+    page_tokens: int = 0
+    """Tokens of a page, for ``a2ats``."""
+    codebooks: KeyCodebooks | None = None
+    """Those of ``a2ats``."""
 
     def __post_init__(self) -> None:
-        memory, size = self.memory, tile_bytes(self.kind, self.head_dim)
+        if self.kind == "a2ats" and (self.codebooks is None or not self.page_tokens):
+            raise ConfigError("summaries of kind 'a2ats': expected codebooks and tokens of a page")
+        size = tile_bytes(self.kind, self.head_dim, self.page_tokens)
+        memory = self.memory
         dense = memory.dim() == 4 and memory.stride()[2:] == (memory.shape[3], 1)
         if memory.dtype != torch.uint8 or not dense or memory.shape[3] != size:
             raise ConfigError(
@@ -95,6 +111,11 @@ class Summaries:
         return _split(self._part(0, self._codes), CODE_BYTES[self.kind], self.head_dim, TILE_PAGES)
 
     @property
+    def token_codes(self) -> Tensor:
+        """uint8 [S, KH, tiles, pages of a tile, tokens of a page], of ``a2ats``."""
+        return _split(self._part(0, self._codes), TILE_PAGES, self.page_tokens)
+
+    @property
     def numbers(self) -> Tensor:
         """float32 [S, KH, tiles, ``NUMBERS``, pages of a tile]."""
         end = self._codes + 4 * NUMBERS[self.kind] * TILE_PAGES
@@ -111,6 +132,8 @@ class Summaries:
     @property
     def _codes(self) -> int:
         """Bytes of the codes of a tile."""
+        if self.kind == "a2ats":
+            return self.page_tokens * TILE_PAGES
         return CODE_BYTES[self.kind] * self.head_dim * TILE_PAGES
 
     def _part(self, start: int, end: int) -> Tensor:

@@ -46,13 +46,11 @@ def class_shares(
 
 def _merged(groups: Sequence[LayerGroup]) -> tuple[int, int]:
     """Tokens that merging made, and those of which it made them, in all head rows."""
-    chunks = [
-        (len(group.raw) * len(one.starts), one.network.chunk_tokens)
-        for group in groups
-        for plan in group.classes
-        for one in plan.merged
+    parts = [
+        (len(group.raw), one) for group in groups for plan in group.classes for one in plan.merged
     ]
-    return sum(made for made, _ in chunks), sum(made * size for made, size in chunks)
+    made = sum(rows * one.made for rows, one in parts)
+    return made, sum(rows * one.members for rows, one in parts)
 
 
 def _tokens(run: PageRun) -> list[int]:

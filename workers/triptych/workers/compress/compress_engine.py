@@ -18,7 +18,6 @@ from torch import Tensor
 
 from triptych.core.errors import MessageError, StageLost, StaleHandle, TriptychError
 from triptych.core.handles import KVHandle, LeaseRef
-from triptych.core.images import all_segments
 from triptych.core.layout import PageLayout
 from triptych.core.messages import (
     ROUTER,
@@ -50,10 +49,12 @@ from triptych.workers.compress.job import (
     Job,
     LayerGroup,
     MergedChunks,
+    MergedSets,
     split_by_class,
 )
+from triptych.workers.compress.key_merger import KeyMerger
 from triptych.workers.compress.layer_windows import kept_tokens, windows_of
-from triptych.workers.compress.learned.chunk_plan import chunk_starts
+from triptych.workers.compress.merged_class import merged_class
 from triptych.workers.compress.modality_report import modality_reports
 from triptych.workers.compress.prompt_merger import MergedPrompt, PromptMerger
 from triptych.workers.compress.raw_tokens import RawTokens
@@ -107,6 +108,11 @@ class CompressEngine:
             (file, plan.high): PromptMerger(file, plan, self.device)
             for plan in plans
             for file in plan.policy.mergers.values()
+        }
+        self._key_mergers = {
+            (plan.policy.key_merging, plan.high): KeyMerger(plan, self.device)
+            for plan in plans
+            if plan.policy.key_merging is not None
         }
         self._predictors = {
             plan.policy.scorer: AttentionPredictor(plan, self.device)
@@ -392,7 +398,7 @@ class CompressEngine:
         """
         policy, raw, tokens = job.plan.policy, group.raw, job.tokens
         if job.plan.merges and job.floor == "low":
-            return [self._recent_class(group, job), self._merged_class(group, job)]
+            return [self._recent_class(group, job), merged_class(group, job, self.device)]
         rows, there = len(raw), self.device.name
         first, end = group.leaving.start, group.leaving.stop
         every = np.arange(first, end, dtype=np.int32)
@@ -433,55 +439,10 @@ class CompressEngine:
             ),
         ]
 
-    def _merged_class(self, group: LayerGroup, job: Job) -> ClassPlan:
-        """The merged tokens, and those that no chunk has: as many in each head row.
-
-        A chunk never crosses the border of an image.
-        """
-        rows, put = len(group.raw), self.device.put
-        first, end = group.leaving.start, group.leaving.stop
-        merged, others, count = list[MergedChunks](), np.arange(first, end, dtype=np.int32), 0
-        for modality, network in job.plan.policy.mergers.items():
-            chunk = network.chunk_tokens
-            starts = np.array(
-                [
-                    start
-                    for segment in all_segments(job.segments, job.tokens)
-                    if segment.modality == modality
-                    for start in chunk_starts(segment, chunk, first, end)
-                ],
-                np.int64,
-            )
-            merged.append(MergedChunks(modality, network, put(starts), count))
-            count += starts.size
-            others = np.setdiff1d(others, (starts[:, None] + np.arange(chunk)).ravel())
-        places = np.arange(count, count + others.size, dtype=np.int32)
-        counts: Ids = np.full(rows, count + others.size, np.int32)
-        return ClassPlan(
-            job.plan.high,
-            put(others.astype(np.int32)),
-            put(places).expand(rows, others.size),
-            counts,
-            merged=tuple(merged),
-        )
-
     # ---------------------------------------------------------------- encode
 
     def _encode(self, jobs: list[Job], groups: list[LayerGroup], encoded: list[list[Ids]]) -> None:
-        merged = dict[tuple[LearnedFile, PageLayout], list[MergedPrompt]]()
-        for job, group, ids in zip(jobs, groups, encoded, strict=True):
-            for plan, own in zip(group.classes, ids, strict=True):
-                for chunks in (one for one in plan.merged if one.starts.numel()):
-                    prompt = MergedPrompt(
-                        raw=self._raw(group.raw),
-                        tokens=job.tokens,
-                        starts=chunks.starts,
-                        first_place=chunks.first_place,
-                        pages=self.device.put(own).view(len(group.raw), -1),
-                    )
-                    merged.setdefault((chunks.network, plan.layout), []).append(prompt)
-        for merger, prompts in merged.items():
-            self._mergers[merger].merge(prompts)
+        self._merge(jobs, groups, encoded)
         for job, group, ids in zip(jobs, groups, encoded, strict=True):
             if job.plan.merges:
                 self._clear_scores(group)
@@ -489,6 +450,23 @@ class CompressEngine:
                 if own.size and plan.tokens.numel():
                     self._encode_class(group, plan, own)
         self.device.wait()
+
+    def _merge(self, jobs: list[Job], groups: list[LayerGroup], encoded: list[list[Ids]]) -> None:
+        """Merge tokens: those of all prompts that one network merges together."""
+        by_network = dict[tuple[LearnedFile, PageLayout], list[MergedPrompt[MergedChunks]]]()
+        for job, group, ids in zip(jobs, groups, encoded, strict=True):
+            for plan, own in zip(group.classes, ids, strict=True):
+                for merged in (one for one in plan.merged if one.made):
+                    pages = self.device.put(own).view(len(group.raw), -1)
+                    raw = self._raw(group.raw)
+                    if isinstance(merged, MergedSets):
+                        prompt = MergedPrompt(raw, job.tokens, merged, pages)
+                        self._key_mergers[merged.rule, plan.layout].merge(prompt)
+                    else:
+                        found = by_network.setdefault((merged.network, plan.layout), [])
+                        found.append(MergedPrompt(raw, job.tokens, merged, pages))
+        for merger, prompts in by_network.items():
+            self._mergers[merger].merge(prompts)
 
     def _clear_scores(self, group: LayerGroup) -> None:
         """Set the scores of raw tokens to 0: where tokens are merged, a score is a logit bias.

@@ -14,6 +14,7 @@ from triptych.core.layout import PageLayout
 from triptych.core.messages import Floor, Layers, LayersEncoded, Send
 from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.pages import PagePlan
+from triptych.core.policy import KeyMerging
 from triptych.workers.kv.block_table import SectionTable
 from triptych.workers.kv.handle_codec import Run, pages_of, pool_pages, small_pages
 from triptych.workers.kv.prefix_cache import SharedPrefix
@@ -35,7 +36,7 @@ class ClassPlan:
     """Tokens of each head row."""
     is_fixed: bool = False
     """Whether its pages are never written again: whole blocks of a prompt."""
-    merged: tuple["MergedChunks", ...] = ()
+    merged: tuple["MergedChunks | MergedSets", ...] = ()
     """Tokens that are merged, those of a modality each. ``tokens`` are the others, which are stored
     as they are."""
 
@@ -68,6 +69,41 @@ class MergedChunks:
     """First position of each chunk, ascending: int64 [chunks]."""
     first_place: int
     """Index of the first merged token in each row of the class; the others follow."""
+
+    @property
+    def made(self) -> int:
+        """Merged tokens of each head row."""
+        return len(self.starts)
+
+    @property
+    def members(self) -> int:
+        """Tokens of which these are made."""
+        return len(self.starts) * self.network.chunk_tokens
+
+
+@dataclass(frozen=True)
+class MergedSets:
+    """Tokens of one modality that become fewer: sets of alike neighbours, other ones in each head
+    row, but as many."""
+
+    modality: Modality
+    rule: KeyMerging
+    positions: Tensor
+    """Of all tokens of the sets, ascending: int64 [n]."""
+    sets: int
+    """Merged tokens of each head row. A set may have one token, which is stored as it is."""
+    first_place: int
+    """Index of the first merged token in each row of the class; the others follow."""
+
+    @property
+    def made(self) -> int:
+        """Merged tokens of each head row."""
+        return self.sets
+
+    @property
+    def members(self) -> int:
+        """Tokens of which these are made."""
+        return len(self.positions)
 
 
 @dataclass(eq=False)

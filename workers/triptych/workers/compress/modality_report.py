@@ -18,7 +18,7 @@ def modality_reports(job: Job, plan: PagePlan) -> tuple[ModalityReport, ...]:
     for group in job.groups:
         for part in group.classes:
             kept = part.places.cpu().numpy() >= 0
-            merged = sum(len(one.starts) for one in part.merged if one.modality == IMAGE)
+            merged = sum(one.made for one in part.merged if one.modality == IMAGE)
             here = int(kept[:, is_image[part.tokens.cpu().numpy()]].sum()) + merged * len(group.raw)
             images, others = images + here, others + int(part.counts.sum()) - here
             image_bytes += here * _token_bytes(part.layout)

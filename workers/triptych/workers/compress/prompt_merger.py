@@ -9,6 +9,7 @@ product has the same shape whatever the batch is, and a prompt gets the same byt
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from triptych.core.layout import PageLayout
 from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.pages import PagePlan
 from triptych.kernels import store_tokens
+from triptych.workers.compress.job import MergedChunks, MergedSets
 from triptych.workers.compress.learned.artefact import load_merger
 from triptych.workers.compress.learned.chunk_merger import Chunks
 from triptych.workers.compress.learned.merge_requests import TINY, anchors
@@ -25,23 +27,28 @@ from triptych.workers.compress.learned.rope_frame import RopeFrame
 from triptych.workers.compress.raw_tokens import ModelCoordinates, RawTokens
 from triptych.workers.device import Device
 
+M = TypeVar("M", MergedChunks, MergedSets)
 TILE_CHUNKS = 64
 """Chunks that the network merges at a time: 8 MiB of keys and values of the default model."""
 
 
 @dataclass(frozen=True)
-class MergedPrompt:
+class MergedPrompt(Generic[M]):
     """A prompt to merge, and the pages for its merged tokens."""
 
     raw: RawTokens
     tokens: int
     """Length of the prompt."""
-    starts: Tensor
-    """First position of each chunk that is merged, ascending: int64 [chunks]."""
-    first_place: int
-    """Index of the first merged token in each row; the others follow."""
+    merged: M
+    """Which of its tokens are merged."""
     pages: Tensor
     """int32 [head rows, pages of a row]."""
+
+
+Chunk = tuple[MergedPrompt[MergedChunks], int]
+"""A prompt, and the index of a chunk in it."""
+Run = tuple[MergedPrompt[MergedChunks], range]
+"""A prompt, and consecutive chunks of it."""
 
 
 class PromptMerger:
@@ -62,17 +69,17 @@ class PromptMerger:
         """Layout of the pages of merged tokens."""
         return self._layout
 
-    def merge(self, prompts: Sequence[MergedPrompt]) -> None:
+    def merge(self, prompts: Sequence[MergedPrompt[MergedChunks]]) -> None:
         """Write the merged tokens of prompts into their pages.
 
         Source: FastCache, section 3.2 (batches are compressed without attention scores); keys in
                 the frame of their chunk are ours (``rope_frame``)
         """
-        todo = [(prompt, index) for prompt in prompts for index in range(len(prompt.starts))]
+        todo = [(prompt, index) for prompt in prompts for index in range(len(prompt.merged.starts))]
         for first in range(0, len(todo), TILE_CHUNKS):
             self._merge_tile(todo[first : first + TILE_CHUNKS])
 
-    def _merge_tile(self, tile: list[tuple[MergedPrompt, int]]) -> None:
+    def _merge_tile(self, tile: list[Chunk]) -> None:
         """Merge up to ``TILE_CHUNKS`` chunks (prompt, index of the chunk in it)."""
         runs = _runs(tile)
         parts = [self._chunks(prompt, indices) for prompt, indices in runs]
@@ -92,11 +99,11 @@ class PromptMerger:
             self._store(prompt, indices, keys[some], values[some], bias[some])
 
     def _chunks(
-        self, prompt: MergedPrompt, indices: range
+        self, prompt: MergedPrompt[MergedChunks], indices: range
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values [L, KH, C, k, d], log significance [L, KH, C, k], middles (C,)."""
         k = self._chunk
-        starts = prompt.starts[indices.start : indices.stop]
+        starts = prompt.merged.starts[indices.start : indices.stop]
         positions = (starts[:, None] + torch.arange(k, device=starts.device)).flatten()
         keys, values, sums = prompt.raw.read(positions)
         keys, values = self._coordinates.of_stored(keys, values)
@@ -109,21 +116,46 @@ class PromptMerger:
         return keys, values, logs, anchors(starts, k)
 
     def _store(
-        self, prompt: MergedPrompt, indices: range, keys: Tensor, values: Tensor, bias: Tensor
+        self,
+        prompt: MergedPrompt[MergedChunks],
+        indices: range,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor,
     ) -> None:
         """Store merged tokens [C, head rows, d] at the positions of their newest members."""
-        layout, there = self._layout, prompt.raw.pages.device
-        places = range(prompt.first_place + indices.start, prompt.first_place + indices.stop)
-        token = torch.arange(places.start, places.stop, dtype=torch.int32, device=there)
-        newest = prompt.starts[indices.start : indices.stop] + self._chunk - 1
-        pages = prompt.pages[:, (token // layout.tokens).long()].T.contiguous()
-        rows = (token % layout.tokens)[:, None].expand_as(pages)
-        store_tokens(prompt.raw.arena, layout, keys, values, pages, rows, newest.int(), bias)
+        layout, there, first = self._layout, prompt.raw.pages.device, prompt.merged.first_place
+        places = torch.arange(first + indices.start, first + indices.stop, device=there)
+        newest = prompt.merged.starts[indices.start : indices.stop] + self._chunk - 1
+        pages = prompt.pages[:, places // layout.tokens].T.contiguous()
+        store_merged(prompt.raw.arena, layout, keys, values, pages, places, newest, bias)
 
 
-def _runs(tile: Sequence[tuple[MergedPrompt, int]]) -> list[tuple[MergedPrompt, range]]:
+def store_merged(
+    arena: Tensor,
+    layout: PageLayout,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    places: Tensor,
+    positions: Tensor,
+    bias: Tensor,
+) -> None:
+    """Encode merged tokens into pages with biases.
+
+    ``places``: index of each token within its row.
+
+    Shapes:  keys, values [T, rows, d] in stored coordinates; pages, bias [T, rows];
+             places, positions [T]
+    Dtypes:  keys, values, bias float32; pages int32; places, positions int64
+    """
+    rows = (places % layout.tokens).int()[:, None].expand_as(pages).contiguous()
+    store_tokens(arena, layout, keys, values, pages, rows, positions.int(), bias)
+
+
+def _runs(tile: Sequence[Chunk]) -> list[Run]:
     """Consecutive chunks of each prompt of a tile."""
-    runs = list[tuple[MergedPrompt, range]]()
+    runs = list[Run]()
     for prompt, index in tile:
         if runs and runs[-1][0] is prompt:
             runs[-1] = prompt, range(runs[-1][1].start, index + 1)

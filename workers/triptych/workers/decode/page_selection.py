@@ -11,6 +11,7 @@ transports and tiers do not carry them.
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,8 +23,9 @@ from triptych.core.head_budgets import BUDGET_MAX
 from triptych.core.pages import PagePlan
 from triptych.core.table_layouts import TableLayouts
 from triptych.kernels import PageLists, Rule, Summaries, select_pages, summarize_pages
-from triptych.kernels.select import TILE_PAGES, WHOLE, Kind, tile_bytes
+from triptych.kernels.select import TILE_PAGES, WHOLE, KeyCodebooks, Kind, tile_bytes
 from triptych.kvpool import Arena
+from triptych.workers.decode.codebook_file import load_codebooks
 from triptych.workers.decode.window import RetirementPlan
 from triptych.workers.kv.block_table import Sections, SectionTable
 from triptych.workers.kv.device_pages import DevicePages
@@ -54,11 +56,13 @@ class TableSummaries:
         arena: Arena,
         memory: DevicePages,
         table: SectionTable,
+        codebooks: KeyCodebooks | None = None,
     ) -> None:
         self._arena, self._memory, self.table = arena, memory, table
         layers, slots, kv_heads, width = table.pages.shape
         head_dim = table.layout.head_dim
-        tile = tile_bytes(kind, head_dim)
+        room = table.layout.tokens
+        tile = tile_bytes(kind, head_dim, room)
         shape = (slots, layers, kv_heads, -(-width // TILE_PAGES), tile)
         self._slot_bytes = int(np.prod(shape[1:]))
         self._unused = _unused_memory(slots * self._slot_bytes) if memory.device.is_host else None
@@ -68,9 +72,14 @@ class TableSummaries:
             else torch.frombuffer(self._unused, dtype=torch.uint8).view(shape)
         )
         self.of_layer = [
-            Summaries(kind, every[:, layer], head_dim, rotated) for layer in range(layers)
+            Summaries(
+                *(kind, every[:, layer], head_dim, rotated, room),
+                codebooks and codebooks.of_layer(layer),
+            )
+            for layer in range(layers)
         ]
-        self._all = Summaries(kind, every.view(slots * layers, *shape[2:]), head_dim, rotated)
+        of_all = every.view(slots * layers, *shape[2:])
+        self._all = Summaries(kind, of_all, head_dim, rotated, room, codebooks)
 
     def add(self, slot: int) -> None:
         """Summarize all full pages of a slot."""
@@ -180,12 +189,15 @@ class Selector:
         dense = config.dense_layers
         self.dense_layers = (0 if plan.head_budgets else DENSE_LAYERS) if dense == "auto" else dense
         rotated = plan.policy.kv_rotation.rotated
+        codebooks = None
+        if kind == "a2ats":
+            codebooks = load_codebooks(Path(config.codebooks), plan, memory.device.name)
         num_recent = len(TableLayouts.of(plan).recent)
         retiring = {one.recent for one in plan.by_method.values() if one.compresses}
         self._summaries = [
             None
             if at < num_recent and table.layout in retiring
-            else TableSummaries(kind, rotated, arena, memory, table)
+            else TableSummaries(kind, rotated, arena, memory, table, codebooks)
             for at, table in enumerate(tables)
         ]
         """One for each table; None for those of recent pages."""

@@ -98,6 +98,11 @@ class PageFormat:
         return self.codec in ("by_channel", "balanced")
 
     @property
+    def suits_any_method(self) -> bool:
+        """Whether tokens of any method can be in this format, and not of one method alone."""
+        return not (self.codes_whole_pages or self.key_widths)
+
+    @property
     def is_clipped(self) -> bool:
         """Whether some numbers of a vector are limited before it is encoded.
 
@@ -137,6 +142,13 @@ class PageFormat:
             found.append(KeySegment(bits, channel, channels, byte))
             channel, byte = channel + channels, byte + channels * bits // 8
         return tuple(found)
+
+    @property
+    def width_digits(self) -> int:
+        """``key_widths`` as a number for kernels: a digit to the base 256 for each segment, bits and
+        16 times the sixteenths, the first segment lowest."""
+        digits = (bits + 16 * share for bits, share in self.key_widths)
+        return sum(digit << 8 * place for place, digit in enumerate(digits))
 
     def limited_numbers(self, head_dim: int) -> tuple[int, int]:
         """How many numbers of a key and of a value may be above the limit, and become it.

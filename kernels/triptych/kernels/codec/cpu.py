@@ -263,12 +263,11 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
     kind = FLOAT8 if form.has_float_codes else BY_NORM if form.has_norms else RANGE
     key_kind = BY_CHANNEL if form.codes_whole_pages else SEGMENTS if form.key_widths else kind
     groups = 0 if form.key_widths else form.key_groups
-    widths = sum(bits + 16 * share << 8 * at for at, (bits, share) in enumerate(form.key_widths))
     scales = (layout.token_scales, layout.channel_scales) if form.is_balanced else (0, 0)
     limited = form.limited_numbers(layout.head_dim)
     keys = (
         offsets[0], *key_strides, offsets[1], form.key_bits, groups, key_kind, scales[0],
-        limited[0], widths, layout.tokens,
+        limited[0], form.width_digits, layout.tokens,
     )  # fmt: skip
     values = (
         offsets[2], 1, value_bytes, offsets[3], form.value_bits, form.value_groups, kind, scales[1],

@@ -95,6 +95,11 @@ def encode_floats(vectors: Tensor) -> Encoded:
     return Encoded(codes, torch.stack((scale, torch.zeros_like(scale)), -1), is_float=True)
 
 
+def step_share(bits: int, channels: int) -> float:
+    """The distance of two levels of ``encode_by_norm``, as a share of the norm of a vector."""
+    return NORMAL_STEPS[bits] / channels**0.5
+
+
 def encode_by_norm(vectors: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Quantize vectors in equal steps around 0, of a length that suits a normal variable.
 
@@ -109,7 +114,7 @@ def encode_by_norm(vectors: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     x, top = vectors.float().clamp(-FP16_MAX, FP16_MAX), 2**bits - 1
     norm = x.double().square().sum(-1).sqrt().float()
-    step = (norm * (NORMAL_STEPS[bits] / x.shape[1] ** 0.5)).clamp_min(LEAST_NUMBER)
+    step = (norm * step_share(bits, x.shape[1])).clamp_min(LEAST_NUMBER)
     codes = ((x / step[:, None]).floor() + 2 ** (bits - 1)).clamp(0, top)
     odd = 2 * codes - top
     return codes.to(torch.uint8), (norm / odd.square().sum(-1).sqrt()).half()

@@ -12,9 +12,12 @@ from triptych.kernels.triton.page_access import (
     capped,
     halves,
     halves_at,
+    in_segment,
     metadata_of,
+    odd_codes,
     positions_of,
     query_part,
+    segment_scales,
     sliced_dot,
     split_parts,
     token_scales,
@@ -150,7 +153,8 @@ def attend_pages(
             arena, page_count, table, width, stride, tile, FORM, BACKWARD, listed, base
         )
         live = token < tl.minimum(count - tile * FORM.tokens, FORM.tokens)
-        key = tl.load(page + key_at)
+        if FORM.key_widths == 0:
+            key = tl.load(page + key_at)
         value = units_of(page + FORM.values, value_at, FORM.value_units, FORM.value_tile)
         scale, zero = metadata_of(page, token, live, FORM, False)
         if FORM.by_channel:
@@ -160,6 +164,9 @@ def attend_pages(
             if FORM.is_balanced:
                 logits = logits * token_scales(page, token, live, FORM)[:, None]
             logits = logits * factor
+        elif FORM.key_widths > 0:
+            logits = segment_logits(split[0], page, inside, token, live, HEADS, FORM, EXACT)
+            logits = logits * (unit * factor)[None, :]
         else:
             key_scale, key_zero = metadata_of(page, token, live, FORM, True)
             if FORM.has_byte_keys:
@@ -210,6 +217,25 @@ def page_logits(
         codes = unpacked(key, FORM.key_bits, share, FORM.is_float, FORM.has_asm)
         high, low = split[share]
         logits = added(logits, tl.trans(codes), high, low, EXACT, FORM.slices)
+    return logits
+
+
+@triton.jit
+def segment_logits(
+    split, page, row, token, live, HEADS: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """Products of a query with a page's keys of several segments, float32 [tokens, heads].
+
+    Each segment is multiplied alone, as its scale is; channels of others are 0.
+    """
+    channel = tl.arange(0, FORM.key_tile)
+    odd = odd_codes(page + row[:, None] * FORM.key_stride, channel, FORM)
+    logits = tl.zeros([odd.shape[0], HEADS], tl.float32)
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    for at in tl.static_range(len(SEGMENTS)):
+        part = tl.where(in_segment(channel, at, FORM)[None, :], odd, 0.0).to(tl.float16)
+        some = added(tl.zeros_like(logits), part, split[0], split[1], EXACT, FORM.slices)
+        logits += some * segment_scales(page, token, live, at, FORM)[:, None]
     return logits
 
 

@@ -41,6 +41,46 @@ def halves_at(at, live):
 
 
 @triton.jit
+def odd_codes(start, channel, FORM: tl.constexpr):
+    """Numbers ``2 * code - top`` of channels of keys with segments, fp16 [keys, channels].
+
+    start: pointers [keys, 1] to the first byte of each key. Channels that keys do not have are 0.
+    """
+    byte = tl.zeros_like(channel)
+    shift = tl.zeros_like(channel)
+    top = tl.zeros_like(channel)
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    for at in tl.static_range(len(SEGMENTS)):
+        BITS: tl.constexpr = SEGMENTS[at][0]
+        FIRST: tl.constexpr = SEGMENTS[at][1]
+        UNITS: tl.constexpr = SEGMENTS[at][2] * SEGMENTS[at][0] // 8
+        inside = in_segment(channel, at, FORM)
+        place = tl.where(inside, channel - FIRST, 0)
+        byte = tl.where(inside, SEGMENTS[at][3] + place % UNITS, byte)
+        shift = tl.where(inside, place // UNITS * BITS, shift)
+        top = tl.where(inside, 2**BITS - 1, top)
+    mask = (channel < FORM.dim)[None, :]
+    packed = tl.load(start + byte[None, :] * FORM.key_unit_stride, mask=mask, other=0).to(tl.int32)
+    codes = (packed >> shift[None, :]) & top[None, :]
+    return (2 * codes - top[None, :]).to(tl.float16)
+
+
+@triton.jit
+def in_segment(channel, at: tl.constexpr, FORM: tl.constexpr):
+    """Mask of the channels in a segment of keys."""
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    FIRST: tl.constexpr = SEGMENTS[at][1]
+    END: tl.constexpr = SEGMENTS[at][1] + SEGMENTS[at][2]
+    return (channel >= FIRST) & (channel < END)
+
+
+@triton.jit
+def segment_scales(page, row, live, at: tl.constexpr, FORM: tl.constexpr):
+    """Scales of a segment of keys; 0 where not live."""
+    return halves_at(page + FORM.key_metadata + 2 * (at * FORM.tokens + row), live)
+
+
+@triton.jit
 def token_scales(page, row, live, FORM: tl.constexpr):
     """Scales of the keys of tokens of balanced pages; 0 where not live."""
     return halves_at(page + FORM.token_scales + 2 * row, live)
@@ -265,9 +305,20 @@ def tile_logits(
     The tensor cores multiply the query by *codes*; scale and zero are applied to the result:
     q * (s c + z) = s (q * c) + z sum(q).
     """
-    units = key_units(page, row, live, FORM)
+    if FORM.key_widths == 0:
+        units = key_units(page, row, live, FORM)
     if FORM.key_bits == 16:
         out = products(split[0][0], split[0][1], tl.trans(units), EXACT, FORM.slices)
+    elif FORM.key_widths > 0:
+        channel = tl.arange(0, FORM.key_tile)
+        odd = odd_codes(page[:, None] + row[:, None] * FORM.key_stride, channel, FORM)
+        out = tl.zeros([split[0][0].shape[0], odd.shape[0]], tl.float32)
+        SEGMENTS: tl.constexpr = FORM.key_segments
+        for at in tl.static_range(len(SEGMENTS)):
+            part = tl.where(in_segment(channel, at, FORM)[None, :], odd, 0.0).to(tl.float16)
+            scale = segment_scales(page, row, live, at, FORM)[None, :]
+            some = products(split[0][0], split[0][1], tl.trans(part), EXACT, FORM.slices)
+            out += some * scale
     else:
         codes = part_codes(units, FORM.key_bits, 0, FORM.is_float)
         out = products(split[0][0], split[0][1], tl.trans(codes), EXACT, FORM.slices)
@@ -361,6 +412,15 @@ def numbers_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr)
         at = units_at(page, row, channel, FORM, KEYS)
         mask = live[:, None] & (channel < FORM.dim)[None, :]
         numbers = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    elif KEYS and FORM.key_widths > 0:
+        start = page[:, None] + row[:, None] * FORM.key_stride
+        numbers = odd_codes(start, channel, FORM).to(tl.float32)
+        scales = tl.zeros_like(numbers)
+        SEGMENTS: tl.constexpr = FORM.key_segments
+        for at in tl.static_range(len(SEGMENTS)):
+            scale = segment_scales(page, row, live, at, FORM)[:, None]
+            scales = tl.where(in_segment(channel, at, FORM)[None, :], scale, scales)
+        numbers = numbers * scales
     else:
         codes = codes_of(page, row, live, channel, FORM, KEYS)
         numbers = numbers_of_codes(codes, FORM.is_float).to(tl.float32)

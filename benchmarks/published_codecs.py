@@ -158,6 +158,7 @@ def served_block_gtq(queries: Tensor, keys: Tensor, mean: Tensor) -> Iterator[tu
     for label, centre in (("", torch.zeros_like(mean)), (", centred", mean)):
         energy_of = (pair_energy(queries) + pair_energy(keys - centre)) / 2
         order = energy_of.argsort(dim=-1, descending=True, stable=True)
+        turn = order_matrices(order, dim)
         widths = torch.empty_like(order).scatter_(-1, order, torch.cat(pairs).expand_as(order))
         yield (
             f"block-gtq of fixed sizes K2V2{label}",
@@ -168,7 +169,7 @@ def served_block_gtq(queries: Tensor, keys: Tensor, mean: Tensor) -> Iterator[tu
         )
         yield (
             f"block_gtq as served K2V2{label}",
-            lambda k, v, m=order_matrices(order, dim), c=centre: (
+            lambda k, v, m=turn, c=centre: (
                 in_segments((k - c) @ m, segments) @ m.mT + c,
                 by_norm(v, 2),
             ),

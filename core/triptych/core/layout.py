@@ -145,8 +145,8 @@ class PageFormat:
 
     @property
     def width_digits(self) -> int:
-        """``key_widths`` as a number for kernels: a digit to the base 256 for each segment, bits and
-        16 times the sixteenths, the first segment lowest."""
+        """``key_widths`` as a number for kernels: a digit to the base 256 for each segment, bits
+        and 16 times the sixteenths, the first segment lowest."""
         digits = (bits + 16 * share for bits, share in self.key_widths)
         return sum(digit << 8 * place for place, digit in enumerate(digits))
 

@@ -23,8 +23,8 @@ class KVRotation:
     of each head are multiplied by a matrix of their own before that matrix, keys by the first and
     values by the second: int8 [2, layers, kv_heads, head_dim, head_dim] in steps of 1/127, whose
     nearest orthogonal matrices are meant. With ``pair_order`` the channels of keys of each head are
-    put into that order instead, and those of a segment of ``block_gtq`` pages are mixed with each
-    other alone: uint8 [layers, kv_heads, head_dim / 2], RoPE pairs (channels c and c + head_dim / 2)
+    put into that order instead, and those of a segment of ``block_gtq`` pages are mixed among
+    themselves: uint8 [layers, kv_heads, head_dim / 2], RoPE pairs (channels c and c + head_dim / 2)
     from the most energy on. Values are in the Hadamard matrix's coordinates then too.
 
     Source: QuaRot (Hadamard rotation of keys and values); OSCAR (bases of each head); the centre is

@@ -60,7 +60,7 @@ class ServedLayouts:
 
 
 def _profile(geometry: Geometry) -> Profile:
-    """A profile with an order of RoPE pairs, which one method needs; layouts do not depend on it."""
+    """A profile with an order of RoPE pairs, on which layouts do not depend."""
     pairs = geometry.head_dim // 2
     order = bytes(range(pairs)) * geometry.head_rows if pairs <= 256 else b""
     return Profile(

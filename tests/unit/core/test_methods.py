@@ -202,9 +202,7 @@ def test_no_other_method_has_the_format_of_block_gtq(
 def test_keys_of_block_gtq_need_sixteenths_of_the_channels() -> None:
     odd = replace(GEOMETRY, head_dim=24)
     order = Profile.pack(bytes(range(12)) * odd.head_rows)
-    found = Profile(
-        model="any", weights="", geometry=odd, settings=Settings(), pair_order=order
-    )
+    found = Profile(model="any", weights="", geometry=odd, settings=Settings(), pair_order=order)
     config = AppConfig.from_mapping({"compressor": {"policy": "block_gtq"}})
     with pytest.raises(ConfigError, match=r"head_dim 24.*expected a multiple of 16"):
         PagePlan.of(config, odd, found)

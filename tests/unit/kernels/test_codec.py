@@ -93,8 +93,8 @@ def test_stored_tokens_load_as_the_quantizer_decodes_them(
     keys, values, known = load_tokens.on(backend)(arena, layout, table, tokens)
     form = layout.format
     for head, count in enumerate(tokens.tolist()):
-        for loaded, given, of_keys in ((keys, key, True), (values, value, False)):
-            want = decode(encoded(given[:, head], form, of_keys=of_keys))[:count]
+        for loaded, vectors, of_keys in ((keys, key, True), (values, value, False)):
+            want = decode(encoded(vectors[:, head], form, of_keys=of_keys))[:count]
             assert torch.equal(loaded[head, :count], want)
         assert torch.equal(known[head, :count], positions[:count])
         assert (keys[head, count:] == 0).all()

@@ -206,10 +206,11 @@ class CompressorConfig:
     """How each token is stored: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
     significant ones in ``high_format`` and drops others or stores them in ``low_format``;
     ``leankv`` decides by their share of all attention; ``saw_int4``, ``fp8``, ``kivi``, ``kivi:2``,
-    ``kvarn``, ``oscar`` and ``block_gtq`` store all tokens in formats of their own; ``streaming_llm``, ``knorm``,
-    ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``, ``tova``, ``expected_attention``,
-    ``cake``, ``kvcrush``, ``tangram`` and ``compresskv`` keep ``keep_share`` of a prompt's tokens,
-    in ``high_format``, and ``h2o:generate`` as many while it generates; ``learned:merge``,
+    ``kvarn``, ``oscar`` and ``block_gtq`` store all tokens in formats of their own;
+    ``streaming_llm``, ``knorm``, ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``,
+    ``tova``, ``expected_attention``, ``cake``, ``kvcrush``, ``tangram`` and ``compresskv`` keep
+    ``keep_share`` of a prompt's tokens, in ``high_format``, and ``h2o:generate`` as many while it
+    generates; ``learned:merge``,
     ``learned:paper`` and ``learned:score`` use networks trained
     for the model (``learned``); ``module:object`` is a policy of your own (docs/extending.md).
     ``<method>/<method>``, as in ``uniform:k8v4/snapkv``: the second one decides about the tokens of

@@ -167,7 +167,12 @@ def decode(encoded: Encoded) -> Tensor:
 def conversion(old: PageFormat, new: PageFormat, *, of_keys: bool) -> int:
     """How keys or values of pages of ``old`` become those of ``new``."""
     if of_keys:
-        bits, groups, to_bits, to_groups = old.key_bits, old.key_groups, new.key_bits, new.key_groups
+        bits, groups, to_bits, to_groups = (
+            old.key_bits,
+            old.key_groups,
+            new.key_bits,
+            new.key_groups,
+        )
     else:
         bits, groups = old.value_bits, old.value_groups
         to_bits, to_groups = new.value_bits, new.value_groups

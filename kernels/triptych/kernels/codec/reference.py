@@ -279,7 +279,9 @@ def _encoded(vectors: Tensor, layout: PageLayout, *, of_keys: bool) -> Encoded:
     return encode(limit(vectors, limited[1]), form.value_bits, form.value_groups)
 
 
-def _read(parts: Segments, layout: PageLayout, at: tuple[Tensor, Tensor]) -> tuple[Encoded, Encoded]:
+def _read(
+    parts: Segments, layout: PageLayout, at: tuple[Tensor, Tensor]
+) -> tuple[Encoded, Encoded]:
     """Keys and values in some slots, before they are decoded."""
     form, is_float = layout.format, layout.format.has_float_codes
     of_keys, packed = form.key_segments(layout.head_dim), parts.keys[at]

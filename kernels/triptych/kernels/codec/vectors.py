@@ -35,14 +35,14 @@ Part = namedtuple(
 ``kind``: what codes are. ``scales``: offset of the scales of the axis that has no zeros, in
 balanced formats: of tokens for keys, of channels for values; 0: there are none. ``limited``: how
 many of the largest magnitudes of a vector become the next one. ``segments``: a byte for each
-segment of a key, bits and 16 times the sixteenths of the channels, the first one lowest; ``tokens``:
-how many a page has.
+segment of a key, bits and 16 times the sixteenths of the channels, the first one lowest.
+``tokens``: how many a page has.
 """
 PART_WORDS = len(Part._fields)
 
 RANGE, FLOAT8, BY_CHANNEL, BY_NORM, SEGMENTS = range(5)
-"""Codes divide the range of a token's vector, are float8 numbers, divide the range of a channel in a
-page, are steps by the norm of a vector, or of each segment of it."""
+"""Codes divide the range of a token's vector, are float8 numbers, divide the range of a channel in
+a page, or are steps by the norm of a vector, or by that of each segment."""
 STEPS_OF_1, STEPS_OF_2, STEPS_OF_4 = (np.float32(NORMAL_STEPS[bits]) for bits in (1, 2, 4))
 
 
@@ -132,7 +132,9 @@ def _encode_segments(numbers, part, page, row, codes):
     while left:
         bits, channels = left & 15, ((left >> 4) & 15) * len(numbers) // 16
         inside = slice(channel, channel + channels)
-        scale = carray(pointer(page + part.metadata + 2 * (index * part.tokens + row)), 1, np.uint16)
+        scale = carray(
+            pointer(page + part.metadata + 2 * (index * part.tokens + row)), 1, np.uint16
+        )
         scale[0] = to_half(quantize_by_norm(numbers[inside], codes[inside], bits))
         _pack(codes[inside], bits, part.byte_stride, at)
         at += channels * bits // 8 * part.byte_stride
@@ -145,7 +147,9 @@ def _decode_segments(part, page, row, codes, numbers):
     left = part.segments
     while left:
         bits, channels = left & 15, ((left >> 4) & 15) * len(numbers) // 16
-        halves = carray(pointer(page + part.metadata + 2 * (index * part.tokens + row)), 1, np.uint16)
+        halves = carray(
+            pointer(page + part.metadata + 2 * (index * part.tokens + row)), 1, np.uint16
+        )
         scale, top = from_half(halves[0]), np.float32((1 << bits) - 1)
         _unpack(codes[first : first + channels], bits, part.byte_stride, at)
         for channel in range(first, first + channels):

@@ -1,5 +1,6 @@
-import math
 """Attention in rotated, centred coordinates is the attention of the model."""
+
+import math
 
 import pytest
 import torch
@@ -161,9 +162,7 @@ def random_orders(rows: int, pairs: int) -> Tensor:
 
 @pytest.mark.parametrize("dim", [16, 64, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_in_the_order_of_pairs_is_that_of_the_model(
-    dim: int, dtype: torch.dtype
-) -> None:
+def test_attention_in_the_order_of_pairs_is_that_of_the_model(dim: int, dtype: torch.dtype) -> None:
     geometry = Geometry(layers=3, kv_heads=2, head_dim=dim)
     packed = torch.randn(3, 2, dim).mul(4).half().numpy().tobytes()
     order = random_orders(6, dim // 2).to(torch.uint8).numpy().tobytes()

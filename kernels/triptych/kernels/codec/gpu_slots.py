@@ -295,20 +295,29 @@ def quantize_segments(
     """Encode keys segment by segment, as ``quantizer.encode_segments``."""
     SEGMENTS: tl.constexpr = FORM.key_segments
     for at in tl.static_range(len(SEGMENTS)):
-        BITS: tl.constexpr = SEGMENTS[at][0]
-        FIRST: tl.constexpr = SEGMENTS[at][1]
-        UNITS: tl.constexpr = SEGMENTS[at][2] * SEGMENTS[at][0] // 8
-        START: tl.constexpr = SEGMENTS[at][3]
-        SHARE: tl.constexpr = SEGMENTS[at][4]
-        TILE: tl.constexpr = triton.next_power_of_2(UNITS)
-        packed, scale = codes_by_norm(
-            source, source_row, live, SOURCE, FORM, True, BITS, FIRST, UNITS, SHARE, TILE
-        )
-        unit = tl.arange(0, TILE)
-        to = units_at(page, row, START + unit, FORM, True)
-        tl.store(to, packed.to(tl.uint8), mask=live[:, None] & (unit < UNITS)[None, :])
-        to = (page + FORM.key_metadata).to(tl.pointer_type(tl.float16))
-        tl.store(to + at * FORM.tokens + row, scale, mask=live)
+        quantize_segment(source, source_row, page, row, live, at, SOURCE, FORM)
+
+
+@triton.jit
+def quantize_segment(
+    source, source_row, page, row, live, at: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Encode one segment of keys."""
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    BITS: tl.constexpr = SEGMENTS[at][0]
+    FIRST: tl.constexpr = SEGMENTS[at][1]
+    UNITS: tl.constexpr = SEGMENTS[at][2]
+    START: tl.constexpr = SEGMENTS[at][3]
+    SHARE: tl.constexpr = SEGMENTS[at][5]
+    TILE: tl.constexpr = triton.next_power_of_2(UNITS)
+    packed, scale = codes_by_norm(
+        source, source_row, live, SOURCE, FORM, True, BITS, FIRST, UNITS, SHARE, TILE
+    )
+    unit = tl.arange(0, TILE)
+    to = units_at(page, row, START + unit, FORM, True)
+    tl.store(to, packed.to(tl.uint8), mask=live[:, None] & (unit < UNITS)[None, :])
+    to = (page + FORM.key_metadata).to(tl.pointer_type(tl.float16))
+    tl.store(to + at * FORM.tokens + row, scale, mask=live)
 
 
 @triton.jit
@@ -430,6 +439,22 @@ def store_metadata(page, row, live, scale, zero, FORM: tl.constexpr, KEYS: tl.co
 
 
 @triton.jit
+def copy_segments(
+    old, old_row, new, new_row, live, SOURCE: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
+    """Copy codes and scales of keys with segments."""
+    unit = tl.arange(0, triton.next_power_of_2(TARGET.key_bytes))
+    mask = live[:, None] & (unit < TARGET.key_bytes)[None, :]
+    units = tl.load(units_at(old, old_row, unit, SOURCE, True), mask=mask, other=0)
+    tl.store(units_at(new, new_row, unit, TARGET, True), units, mask=mask)
+    SEGMENTS: tl.constexpr = TARGET.key_segments
+    for at in tl.static_range(len(SEGMENTS)):
+        scale = segment_scales(old, old_row, live, at, SOURCE).to(tl.float16)
+        to = (new + TARGET.key_metadata).to(tl.pointer_type(tl.float16))
+        tl.store(to + at * TARGET.tokens + new_row, scale, mask=live)
+
+
+@triton.jit
 def recode(
     old, old_row, new, new_row, live,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, CONVERSION: tl.constexpr, KEYS: tl.constexpr,
@@ -441,18 +466,12 @@ def recode(
     tile: tl.constexpr = TARGET.key_tile if KEYS else TARGET.value_tile
     unit = tl.arange(0, tile)
     mask = live[:, None] & (unit < count)[None, :]
-    if CONVERSION == 0:  # COPY
-        if KEYS:
-            mask = live[:, None] & (unit < TARGET.key_bytes)[None, :]
+    if CONVERSION == 0 and KEYS and TARGET.key_widths > 0:
+        copy_segments(old, old_row, new, new_row, live, SOURCE, TARGET)
+    elif CONVERSION == 0:  # COPY
         units = tl.load(units_at(old, old_row, unit, SOURCE, KEYS), mask=mask, other=0)
         tl.store(units_at(new, new_row, unit, TARGET, KEYS), units, mask=mask)
-        if KEYS and TARGET.key_widths > 0:
-            SEGMENTS: tl.constexpr = TARGET.key_segments
-            for at in tl.static_range(len(SEGMENTS)):
-                scale = segment_scales(old, old_row, live, at, SOURCE).to(tl.float16)
-                to = (new + TARGET.key_metadata).to(tl.pointer_type(tl.float16))
-                tl.store(to + at * TARGET.tokens + new_row, scale, mask=live)
-        elif bits < 16:
+        if bits < 16:
             start = old + (SOURCE.key_metadata if KEYS else SOURCE.value_metadata)
             word = tl.load(start.to(tl.pointer_type(tl.int32)) + old_row, mask=live, other=0)
             start = new + (TARGET.key_metadata if KEYS else TARGET.value_metadata)

@@ -40,12 +40,12 @@ class Form:
     tokens: int
     dim: int
     parts_of_key: int
-    """Parts of a key, each of ``key_units`` channels."""
+    """Parts of a key, each of ``key_units`` channels, or of those of ``key_parts``."""
     parts_of_value: int
     key_bits: int
     key_units: int
     """Units of a key: packed bytes, or fp16 numbers; equals the channels of one part. Of a key with
-    segments its channels."""
+    segments the most bytes of one."""
     key_tile: int
     """The smallest power of two that is at least ``key_units`` and ``MIN_DOT``."""
     key_stride: int
@@ -53,7 +53,7 @@ class Form:
     key_unit_stride: int
     """From one unit to the next, in units."""
     key_bytes: int
-    """Units of a key as it is stored; of keys with segments not its channels."""
+    """Units of a key as it is stored, with all segments."""
     key_widths: int
     """A digit for each segment of a key, to the base 256: bits, and 16 times the sixteenths of the
     channels that it has, the first one lowest; 0: all channels have the same bits."""
@@ -103,15 +103,30 @@ class Form:
         return not is_other and self.key_tile >= MIN_BYTES
 
     @property
-    def key_segments(self) -> tuple[tuple[int, int, int, int, float], ...]:
-        """Bits, first channel, channels and first byte of each segment of a key, and the step of
-        its codes as a share of its norm."""
-        found, channel, byte, left = list[tuple[int, int, int, int, float]](), 0, 0, self.key_widths
+    def key_segments(self) -> tuple[tuple[int, int, int, int, int, float], ...]:
+        """Bits, first channel, bytes, first byte and first part of each segment of a key, and the
+        step of its codes as a share of its norm."""
+        found = list[tuple[int, int, int, int, int, float]]()
+        channel, byte, part, left = 0, 0, 0, self.key_widths
         while left:
             bits, channels = left % 16, left // 16 % 16 * self.dim // 16
-            found.append((bits, channel, channels, byte, step_share(bits, channels)))
-            channel, byte, left = channel + channels, byte + channels * bits // 8, left >> 8
+            units = channels * bits // 8
+            found.append((bits, channel, units, byte, part, step_share(bits, channels)))
+            channel, byte, part = channel + channels, byte + units, part + 8 // bits
+            left >>= 8
         return tuple(found)
+
+    @property
+    def key_parts(self) -> tuple[tuple[int, int], ...]:
+        """First channel and channels of each part of a key."""
+        if not self.key_widths:
+            units = self.key_units
+            return tuple((share * units, units) for share in range(self.parts_of_key))
+        return tuple(
+            (channel + share * units, units)
+            for bits, channel, units, *_ in self.key_segments
+            for share in range(8 // bits)
+        )
 
     @property
     def value_step(self) -> float:
@@ -183,13 +198,13 @@ def _form_of(layout: PageLayout, has_asm: bool, slices: int) -> Form:
     key_strides = (1, layout.tokens) if layout.is_channel_major else (key_units, 1)
     segments, key_bytes = form.key_segments(dim), key_units
     if segments:
-        key_units = dim
+        key_units = max(each.channels * each.bits // 8 for each in segments)
     return Form(
         page_bytes=layout.size_bytes,
         parts=layout.parts,
         tokens=layout.tokens,
         dim=dim,
-        parts_of_key=1 if segments else max(1, 8 // form.key_bits),
+        parts_of_key=sum(8 // each.bits for each in segments) or max(1, 8 // form.key_bits),
         parts_of_value=max(1, 8 // form.value_bits),
         key_bits=form.key_bits,
         key_units=key_units,

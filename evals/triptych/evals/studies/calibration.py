@@ -242,8 +242,8 @@ def with_pair_order(profile: Profile, plan: Calibration, done: Callable[[], None
     path, shape = resolve(plan.model), profile.geometry
     centre = None
     if profile.key_centre:
-        packed = np.frombuffer(profile.centre, "<f2").astype(np.float32)
-        centre = torch.from_numpy(packed).view(shape.layers, shape.kv_heads, shape.head_dim)
+        packed = torch.frombuffer(bytearray(profile.centre), dtype=torch.float16)
+        centre = packed.float().view(shape.layers, shape.kv_heads, shape.head_dim)
     order = fit_pair_order(path, [text.context for text in _texts(path, plan)], centre, done)
     return replace(profile, pair_order=Profile.pack(order.numpy().tobytes()))
 

@@ -225,9 +225,11 @@ def pack_segments(codes: Tensor, segments: Sequence[KeySegment]) -> Tensor:
 
 def unpack_segments(packed: Tensor, segments: Sequence[KeySegment]) -> Tensor:
     """Unpack bytes [n, bytes] to codes [n, d]; the inverse of ``pack_segments``."""
-    sizes = [each.channels * each.bits // 8 for each in segments]
-    parts = packed.split(sizes, 1)
-    return torch.cat([unpack(part, at.bits) for part, at in zip(parts, segments, strict=True)], 1)
+    parts = (
+        unpack(packed[:, each.byte : each.byte + each.channels * each.bits // 8], each.bits)
+        for each in segments
+    )
+    return torch.cat(list(parts), 1)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:

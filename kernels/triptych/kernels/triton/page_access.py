@@ -316,9 +316,8 @@ def tile_logits(
     The tensor cores multiply the query by *codes*; scale and zero are applied to the result:
     q * (s c + z) = s (q * c) + z sum(q).
     """
-    if FORM.key_widths == 0:
-        units = key_units(page, row, live, FORM)
     if FORM.key_bits == 16:
+        units = key_units(page, row, live, FORM)
         out = products(split[0][0], split[0][1], tl.trans(units), EXACT, FORM.slices)
     elif FORM.key_widths > 0:
         out = tl.zeros([split[0][0].shape[0], row.shape[0]], tl.float32)
@@ -326,6 +325,7 @@ def tile_logits(
         for at in tl.static_range(len(SEGMENTS)):
             out = plus_segment(out, split, page, row, live, at, FORM, EXACT)
     else:
+        units = key_units(page, row, live, FORM)
         codes = part_codes(units, FORM.key_bits, 0, FORM.is_float)
         out = products(split[0][0], split[0][1], tl.trans(codes), EXACT, FORM.slices)
         PARTS: tl.constexpr = FORM.parts_of_key

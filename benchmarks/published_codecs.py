@@ -11,12 +11,14 @@ lower than those of the server; they compare codecs with each other.
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from triptych.core.layout import FORMATS, KeySegment
 from triptych.evals.codecs.layer_predictors import LayerPredictors, fit_predictors
 from triptych.evals.codecs.pair_bits import bits_by_energy, mixed_bits, normed_codes, pair_energy
 from triptych.evals.codecs.polar_keys import encode_polar
@@ -28,12 +30,19 @@ from triptych.evals.methods.replaced_cache import ReplacedCache
 from triptych.evals.metrics.fidelity import compare
 from triptych.evals.studies.kv_bases import Moments, axes_of, energy, second_moment
 from triptych.evals.studies.learned_study import continue_text
-from triptych.kernels.codec.quantizer import decode, encode, limit
+from triptych.kernels.codec.quantizer import (
+    decode,
+    encode,
+    encode_segments,
+    encode_values_by_norm,
+    limit,
+)
 from triptych.kernels.hadamard import hadamard
 from triptych.loadgen.report.host import host_info
 from triptych.workers.compress.learned.rope_frame import RopeFrame
 from triptych.workers.models.attention_interface import LayerTraits
 from triptych.workers.models.facts import describe
+from triptych.workers.models.kv_rotation import order_matrices
 from triptych.workers.models.load import LoadedModel, load
 from triptych.workers.models.store.model_store import resolve
 
@@ -130,6 +139,7 @@ def codecs(queries: Tensor, keys: Tensor, values: Tensor, frame: RopeFrame) -> d
                 in_axes(v, of_values, 2, VALUE_LIMITED),
             )
     found |= dict(block_gtq(queries, keys, mean))
+    found |= dict(served_block_gtq(queries, keys, mean))
     for radius, angle in ((2, 2), (3, 5), (4, 4), (4, 6)):
         found[f"spherical r{radius} a{angle} V2"] = lambda k, v, r=radius, a=angle: (
             encode_polar((k - mean).flatten(0, 2), r, a).decode().view_as(k) + mean,
@@ -137,6 +147,44 @@ def codecs(queries: Tensor, keys: Tensor, values: Tensor, frame: RopeFrame) -> d
         )
     found |= dict(predicted(keys, values, frame))
     return found
+
+
+def served_block_gtq(queries: Tensor, keys: Tensor, mean: Tensor) -> Iterator[tuple[str, Codec]]:
+    """The codec of the method ``block_gtq``, and its sizes of segments with the levels of Lloyd
+    and Max."""
+    dim = keys.shape[-1]
+    segments = FORMATS["block_gtq"].key_segments(dim)
+    pairs = [torch.full((part.channels // 2,), part.bits) for part in segments]
+    for label, centre in (("", torch.zeros_like(mean)), (", centred", mean)):
+        energy_of = (pair_energy(queries) + pair_energy(keys - centre)) / 2
+        order = energy_of.argsort(dim=-1, descending=True, stable=True)
+        turn = order_matrices(order, dim)
+        widths = torch.empty_like(order).scatter_(-1, order, torch.cat(pairs).expand_as(order))
+        yield (
+            f"block-gtq of fixed sizes K2V2{label}",
+            lambda k, v, g=widths, c=centre: (
+                by_head(k - c, lambda layer, head, x: mixed_bits(x, g[layer, head])) + c,
+                by_head(v, lambda _layer, _head, x: normed_codes(x, 2)),
+            ),
+        )
+        yield (
+            f"block_gtq as served K2V2{label}",
+            lambda k, v, m=turn, c=centre: (
+                in_segments((k - c) @ m, segments) @ m.mT + c,
+                by_norm(v, 2),
+            ),
+        )
+
+
+def in_segments(keys: Tensor, segments: tuple[KeySegment, ...]) -> Tensor:
+    return decode(encode_segments(keys.flatten(0, -2), segments)).view_as(keys)
+
+
+def by_norm(values: Tensor, bits: int) -> Tensor:
+    """Codes by norm, in Hadamard's coordinates."""
+    turn = hadamard(values.shape[-1])
+    flat = (values @ turn).flatten(0, -2)
+    return decode(encode_values_by_norm(flat, bits)).view_as(values) @ turn
 
 
 def block_gtq(queries: Tensor, keys: Tensor, mean: Tensor) -> Iterator[tuple[str, Codec]]:
@@ -217,6 +265,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--split", choices=("evaluation", "test"), default="evaluation")
+    parser.add_argument("--codecs", default="", help="Only those whose name matches this pattern.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     path = resolve(options.model)
@@ -226,6 +275,7 @@ def main() -> None:
         parts = zip(*(record(loaded, text.context, -1)[:3] for text in texts), strict=True)
         queries, keys, values = (torch.cat(part, 2) for part in parts)
         every = codecs(queries, keys, values, RopeFrame.of(describe(path)))
+        every = {name: codec for name, codec in every.items() if re.search(options.codecs, name)}
         sizes = {"context": CONTEXT, "continuation": options.steps + 1}
         texts = documents(read, options.split, **sizes, count=options.documents)
         rows = list(measure(loaded, texts, every))

@@ -24,7 +24,7 @@ WHOLE = tuple(name for name, form in FORMATS.items() if form.codes_whole_pages)
 """Formats whose pages are encoded whole."""
 ALONE = tuple(name for name in FORMATS if name not in WHOLE)
 """Formats whose tokens can be written alone."""
-ROUNDED = tuple(name for name in ALONE if not FORMATS[name].is_clipped)
+ROUNDED = tuple(name for name in ALONE if FORMATS[name].is_stable)
 """Formats that give numbers back which were rounded to theirs."""
 LATENTS = tuple(LATENT_FORMATS)
 """Formats whose values are their keys."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from triptych.core.errors import ConfigError
 
@@ -28,14 +28,27 @@ that whole small pages move to a page."""
 GPU_GROUPS = {256: 32, 576: 16}
 """Most query heads of a KV head that GPU kernels take, by the largest head size."""
 
-Codec = Literal["range", "float", "by_channel", "balanced"]
+Codec = Literal["range", "float", "by_channel", "balanced", "by_norm"]
 """How the numbers of a page become codes.
 
 ``range``: the codes of a token's vector divide its range evenly, by a scale and a zero. ``float``:
 codes are float8 numbers (e4m3), by a power of two for each token; the zero is 0. ``by_channel``: as
 ``range``, but keys have a scale and a zero for each channel of a page. ``balanced``: as
 ``by_channel``, after keys and values of a page are divided by a scale for each token and channel.
+``by_norm``: codes are equally spaced around 0, by the norm of a vector; a key is divided into
+segments of channels, each with its own bits and norm.
 """
+
+
+class KeySegment(NamedTuple):
+    """Channels of a key that have codes of the same bits, and one scale."""
+
+    bits: int
+    channel: int
+    """The first one."""
+    channels: int
+    byte: int
+    """The first one of its packed codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,9 @@ class PageFormat:
     divided; 0: none are limited."""
     value_clip: float = 0.0
     """The same for values."""
+    key_widths: tuple[tuple[int, int], ...] = ()
+    """Segments of a key: bits of a code, and sixteenths of the channels. Empty: all channels have
+    ``key_bits``, which otherwise is the mean."""
 
     @property
     def is_quantized(self) -> bool:
@@ -82,12 +98,57 @@ class PageFormat:
         return self.codec in ("by_channel", "balanced")
 
     @property
+    def suits_any_method(self) -> bool:
+        """Whether tokens of any method can be in this format, and not of one method alone."""
+        return not (self.codes_whole_pages or self.key_widths)
+
+    @property
     def is_clipped(self) -> bool:
         """Whether some numbers of a vector are limited before it is encoded.
 
         Then decoded vectors may have other codes than before when they are encoded again.
         """
         return max(self.key_clip, self.value_clip) > 0
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether codes of a vector, or of a segment of it, are multiplied by a share of its norm.
+
+        The stored scale makes decoded vectors as long as the given ones.
+        """
+        return self.codec == "by_norm"
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether decoded vectors have the same codes when they are encoded again."""
+        return not (self.is_clipped or self.has_norms)
+
+    def key_segments(self, head_dim: int) -> tuple[KeySegment, ...]:
+        """The segments of a key; empty: all channels have the same bits.
+
+        Raises: ConfigError if the channels of a head are not a multiple of 16
+
+        >>> FORMATS["block_gtq"].key_segments(64)[1]
+        KeySegment(bits=2, channel=16, channels=16, byte=8)
+        """
+        if self.key_widths and head_dim % 16:
+            raise ConfigError(
+                f"{self.name} with head_dim {head_dim}: segments of keys are sixteenths of the "
+                "channels: expected a multiple of 16; use another method, such as 'saw_int4'"
+            )
+        found, channel, byte = list[KeySegment](), 0, 0
+        for bits, share in self.key_widths:
+            channels = share * head_dim // 16
+            found.append(KeySegment(bits, channel, channels, byte))
+            channel, byte = channel + channels, byte + channels * bits // 8
+        return tuple(found)
+
+    @property
+    def width_digits(self) -> int:
+        """``key_widths`` as a number for kernels: a digit to the base 256 for each segment, bits
+        and 16 times the sixteenths, the first segment lowest."""
+        digits = (bits + 16 * share for bits, share in self.key_widths)
+        return sum(digit << 8 * place for place, digit in enumerate(digits))
 
     def limited_numbers(self, head_dim: int) -> tuple[int, int]:
         """How many numbers of a key and of a value may be above the limit, and become it.
@@ -120,6 +181,8 @@ class PageFormat:
         key_metadata = metadata * self.key_groups
         if self.codes_whole_pages:
             key_metadata = 2 if self.is_balanced else 0
+        if self.key_widths:
+            key_metadata = 2 * len(self.key_widths)
         return (
             head_dim * self.key_bits // 8,
             key_metadata,
@@ -155,6 +218,7 @@ FORMATS: dict[str, PageFormat] = {
         PageFormat("kivi4", 4, 4, codec="by_channel"),
         PageFormat("kivi2", 2, 2, codec="by_channel"),
         PageFormat("kvarn", 4, 2, codec="balanced"),
+        PageFormat("block_gtq", 2, 2, codec="by_norm", key_widths=((4, 4), (2, 4), (1, 8))),
     )
 }
 
@@ -228,6 +292,10 @@ class PageLayout:
     zero of each channel. If they are balanced, ``[tokens]`` fp16, a scale of each token's key,
     follow there, and ``[head_dim]`` fp16, a scale of each channel, follow the metadata of values.
 
+    Formats with segments of keys have the codes of one segment of a token behind those of another,
+    each packed alone, and ``[segments, tokens]`` fp16 as metadata of keys: a scale. A number of a
+    segment of b bits is the scale times ``2 * code - (2**b - 1)``.
+
     Where values are keys, the third and fourth segment are the first and second one. So whatever
     reads values of such pages reads keys, and whatever writes both writes the same bytes twice.
     Their keys lie token by token, as values do.
@@ -263,6 +331,7 @@ class PageLayout:
     """Whether tokens have a score, or a bias, and a position."""
 
     def __post_init__(self) -> None:
+        self.format.key_segments(self.head_dim)
         if not self.is_tracked and (self.has_bias or self.format.codes_whole_pages):
             raise ConfigError(
                 f"pages of {self.format.name} without scores and positions: expected tokens that "

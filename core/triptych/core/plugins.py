@@ -22,6 +22,7 @@ POLICY_NAMES = PluginNames(
         "kivi:2",
         "kvarn",
         "oscar",
+        "block_gtq",
         "streaming_llm",
         "knorm",
         "keydiff",

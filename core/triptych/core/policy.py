@@ -22,7 +22,10 @@ class KVRotation:
     before that: little-endian fp16 [layers, kv_heads, head_dim], or empty. With ``bases`` vectors
     of each head are multiplied by a matrix of their own before that matrix, keys by the first and
     values by the second: int8 [2, layers, kv_heads, head_dim, head_dim] in steps of 1/127, whose
-    nearest orthogonal matrices are meant.
+    nearest orthogonal matrices are meant. With ``pair_order`` the channels of keys of each head are
+    put into that order instead, and those of a segment of ``block_gtq`` pages are mixed among
+    themselves: uint8 [layers, kv_heads, head_dim / 2], RoPE pairs (channels c and c + head_dim / 2)
+    from the most energy on. Values are in the Hadamard matrix's coordinates then too.
 
     Source: QuaRot (Hadamard rotation of keys and values); OSCAR (bases of each head); the centre is
             ours (docs/log.md)
@@ -31,6 +34,7 @@ class KVRotation:
     rotated: bool = False
     key_centre: bytes = b""
     bases: bytes = field(default=b"", repr=False)
+    pair_order: bytes = field(default=b"", repr=False)
 
 
 Measured = Literal["attention", "retrieval_attention", "attention_moments", "query_statistics"]
@@ -183,6 +187,11 @@ class Policy:
         if self.merger is not None or self.key_merging is not None:
             expected = f"a quantized format with {self.name}"
             require(self.is_quantized, "compressor.high_format", self.high_format, expected)
+        for setting, name in (("high_format", self.high_format), ("low_format", self.low_format)):
+            form = page_format(name or self.high_format)
+            expected = f"a format without segments of keys, whose method is '{form.name}'"
+            is_ordered = bool(self.kv_rotation.pair_order)
+            require(is_ordered or not form.key_widths, f"compressor.{setting}", form.name, expected)
         if self.low_format is None:
             return
         above, below = page_format(self.high_format), page_format(self.low_format)

@@ -75,6 +75,9 @@ class Profile:
     bases: str = ""
     """Bases of keys and values of each head (``KVRotation.bases``) in base64; empty: they are not
     known."""
+    pair_order: str = ""
+    """RoPE pairs of each head, those with the most energy first (``KVRotation.pair_order``), in
+    base64; empty: it is not known."""
     head_alphas: str = ""
     """What thresholds are multiplied with in each head row, fp16 [layers, kv_heads] in base64;
     empty: 1 in all of them."""
@@ -122,6 +125,11 @@ class Profile:
     def packed_bases(self) -> bytes:
         """Bases of keys and values, as ``KVRotation.bases``, or empty."""
         return b64decode(self.bases, validate=True)
+
+    @property
+    def packed_pairs(self) -> bytes:
+        """RoPE pairs by energy, as ``KVRotation.pair_order``, or empty."""
+        return b64decode(self.pair_order, validate=True)
 
     def with_head_budgets(self, head_budgets: HeadBudgets) -> "Profile":
         """A copy with other head budgets."""
@@ -237,6 +245,7 @@ class Profile:
             )
         self._check_scales(name)
         self._check_bases(name)
+        self._check_pairs(name)
         if found not in (0, wanted):
             raise ConfigError(f"{name}: key_centre has {found} bytes, expected {wanted}")
 
@@ -251,6 +260,21 @@ class Profile:
             raise ConfigError(
                 f"{name}: bases has {found} bytes, expected {wanted}; run 'triptych calibrate "
                 "--bases' again"
+            )
+
+    def _check_pairs(self, name: str) -> None:
+        """Raise ConfigError unless each head row has each of its RoPE pairs once, or none has."""
+        try:
+            order = self.packed_pairs
+        except ValueError as error:
+            raise ConfigError(f"{name}: pair_order: {error}") from error
+        rows, pairs = self.geometry.head_rows, self.geometry.head_dim // 2
+        every = bytes(range(pairs)) if pairs <= 256 else b""
+        found = [bytes(sorted(order[at : at + pairs])) for at in range(0, len(order), pairs)]
+        if found not in ([], [every] * rows):
+            raise ConfigError(
+                f"{name}: pair_order has {len(order)} bytes, expected {rows} orders of {pairs} "
+                "pairs; run 'triptych calibrate --pair-order' again"
             )
 
     def _check_scales(self, name: str) -> None:

@@ -58,7 +58,7 @@ class Segments:
     """[P, T, bytes] for either key order; float16 [P, T, d] for 16-bit formats."""
     key_metadata: Tensor
     """float16 [P, T, groups, 2]: scale and zero; no groups for 16-bit formats. float16 [P, d, 2],
-    by channel, if pages are encoded whole."""
+    by channel, if pages are encoded whole; float16 [P, T, S], a scale of each segment of a key."""
     token_scales: Tensor
     """float16 [P, T], of keys; [P, 0] unless the format is balanced."""
     values: Tensor
@@ -94,13 +94,16 @@ def segments(arena: Tensor, layout: PageLayout) -> Segments:
     ]
     groups = (form.key_groups, form.value_groups) if form.is_quantized else (0, 0)
     key_shape = (dim, 2) if form.codes_whole_pages else (count, groups[0], 2)
+    if form.key_widths:
+        key_shape = (len(form.key_widths), count)
     scales = [
         arena[:, start : start + 2 * size * form.is_balanced].view(torch.float16)
         for start, size in ((layout.token_scales, count), (layout.channel_scales, dim))
     ]
+    key_metadata = _split(parts[1].view(torch.float16), *key_shape)
     return Segments(
         keys=_tokens_first(parts[0], layout),
-        key_metadata=_split(parts[1].view(torch.float16), *key_shape),
+        key_metadata=key_metadata.mT if form.key_widths else key_metadata,
         token_scales=scales[0],
         values=_split(_coded(parts[2], form.value_bits), count, -1),
         value_metadata=_split(parts[3].view(torch.float16), count, groups[1], 2),
@@ -200,10 +203,10 @@ def check_written_alone(name: str, *layouts: PageLayout) -> None:
 def check_rounded(name: str, layout: PageLayout) -> None:
     """Raise ``ConfigError`` for formats whose decoded numbers may change when encoded again."""
     check_written_alone(name, layout)
-    if layout.format.is_clipped:
+    if not layout.format.is_stable:
         raise ConfigError(
-            f"{name}: {layout.format.name} limits the largest numbers of a vector: expected a "
-            "format that gives encoded numbers back, such as k8v4"
+            f"{name}: vectors of {layout.format.name} pages have other codes when they are encoded "
+            "again: expected a format that gives encoded numbers back, such as k8v4"
         )
 
 

@@ -14,6 +14,7 @@ from triptych.core.layout import Geometry, PageLayout
 from triptych.core.methods.learned_files import LearnedFile
 from triptych.core.methods.table import offered_methods
 from triptych.core.pages import PagePlan
+from triptych.core.profile import Profile, Settings
 from triptych.core.table_layouts import TableLayouts
 
 MERGER = LearnedFile(
@@ -58,6 +59,19 @@ class ServedLayouts:
             yield high, plan.raw
 
 
+def _profile(geometry: Geometry) -> Profile:
+    """A profile with an order of RoPE pairs, on which layouts do not depend."""
+    pairs = geometry.head_dim // 2
+    order = bytes(range(pairs)) * geometry.head_rows if pairs <= 256 else b""
+    return Profile(
+        model="",
+        weights="",
+        geometry=geometry,
+        settings=Settings(),
+        pair_order=Profile.pack(order),
+    )
+
+
 @cache
 def served_layouts(head_dim: int) -> dict[str, ServedLayouts]:
     """Layouts by method; of methods with the same layouts only the first one.
@@ -66,13 +80,15 @@ def served_layouts(head_dim: int) -> dict[str, ServedLayouts]:
     ['k8v8', 'k8v4', 'k4v2', 'k8v4']
     """
     found = dict[tuple[tuple[PageLayout, bool], ...], ServedLayouts]()
-    for name in dict.fromkeys((*FIRST, *offered_methods([MERGER]))):
+    geometry = Geometry(1, 8, head_dim)
+    profile = _profile(geometry)
+    for name in dict.fromkeys((*FIRST, *offered_methods([MERGER], profile))):
         policy, *low_format = name.split()
         method = {"policy": policy, **({"low_format": low_format[0]} if low_format else {})}
         config = AppConfig.from_mapping(
             {"compressor": method, "decode": {"actor": {"num_gpus": 1}}}
         )
-        plan = PagePlan.of(config, Geometry(1, 8, head_dim), learned=[MERGER])
+        plan = PagePlan.of(config, geometry, profile, learned=[MERGER])
         served = ServedLayouts(name, plan)
         found.setdefault(served.sections, served)
     return {one.method: one for one in found.values()}

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.learned import CHUNK_TOKENS, networks_beside
-from tests.moves import ALONE
 from tests.tiny import DIFFKV
 from tests.unit.workers.decode.test_resume import Client, Stages
 from triptych.core.head_budgets import encode_head_budgets
 from triptych.core.images import Segment
-from triptych.core.layout import Geometry
+from triptych.core.layout import FORMATS, Geometry
 from triptych.core.messages import (
     Compress,
     Compressed,
@@ -40,14 +39,18 @@ from triptych.workers.models.kv_rotation import pack_bases
 METHOD_NAMES = tuple(
     name
     for row in METHODS.builtin
-    for name in ([f"uniform:{form}" for form in ALONE] if row == "uniform" else [row])
+    for name in (
+        [f"uniform:{name}" for name, form in FORMATS.items() if form.suits_any_method]
+        if row == "uniform"
+        else [row]
+    )
 )
-"""Each row of the table, and ``uniform`` with each format whose tokens are written alone."""
+"""Each row of the table, and ``uniform`` with each format that is not of one method alone."""
 ALIKE = (
     *("streaming_llm", "knorm", "keydiff", "h2o", "snapkv", "pyramidkv", "tova"),
     *("expected_attention", "kvcrush", "tangram", "compresskv"),
     *("learned:paper", "learned:score"),
-    *("saw_int4", "fp8", "kivi", "kivi:2", "oscar"),
+    *("saw_int4", "fp8", "kivi", "kivi:2", "oscar", "block_gtq"),
     *(f"uniform:{form}" for form in ("k4v8", "k8v2", "k2v4", "k4v1", "k2v2", "k4v2c", "fp8")),
 )
 """Methods that differ from another one in a part that has tests of its own."""
@@ -72,7 +75,7 @@ FILES = tuple(
 
 def profile_for(geometry: Geometry, weights: str = "") -> Profile:
     """A profile of which some methods need the head budgets, where odd head rows keep twice as
-    much, and others the retrieval heads or bases."""
+    much, and others the retrieval heads, bases or orders of pairs."""
     shares = [
         min(1.0, step / 32 * (4 / 3 if row % 2 else 2 / 3)) if step < 32 else 1.0
         for row in range(geometry.head_rows)
@@ -85,7 +88,16 @@ def profile_for(geometry: Geometry, weights: str = "") -> Profile:
     shape = 2, geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.head_dim
     draw = torch.Generator().manual_seed(geometry.head_dim)
     bases = pack_bases(torch.linalg.qr(torch.randn(shape, generator=draw))[0])
-    return replace(made, retrieval_heads=heads, layer_errors=errors, bases=Profile.pack(bases))
+    pairs = geometry.head_dim // 2
+    orders = [torch.randperm(pairs, generator=draw) for _ in range(geometry.head_rows)]
+    order = torch.cat(orders).to(torch.uint8).numpy().tobytes()
+    return replace(
+        made,
+        retrieval_heads=heads,
+        layer_errors=errors,
+        bases=Profile.pack(bases),
+        pair_order=Profile.pack(order),
+    )
 
 
 def profile_beside(model: Path) -> str:
@@ -102,7 +114,8 @@ def settings_of(method: str, model: Path | None = None) -> Mapping[str, object]:
     """
     learned = [] if model is None else networks_beside(model)
     masses = {"mass_high": 0.4, "mass_low": 0.1}
-    is_calibrated = model is not None and method in ("tangram", "compresskv", "oscar")
+    calibrated = "tangram", "compresskv", "oscar", "block_gtq"
+    is_calibrated = model is not None and method in calibrated
     profile = {"profile": profile_beside(model)} if is_calibrated and model else {}
     return {**DIFFKV, "policy": method, **masses, "learned": learned, **profile}
 

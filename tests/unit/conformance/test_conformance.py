@@ -251,7 +251,8 @@ def test_parts_say_what_they_do_and_what_they_need(row: str) -> None:
     assert policy.merges == ("merges_tokens" in method.traits)
     assert policy.drops_tokens == ("drops_tokens" in method.traits)
     assert (policy.low_format is not None) == ("requantizes_tokens" in method.traits)
-    assert policy.kv_rotation.rotated == ("mixes_channels" in method.traits)
+    mixes = {"mixes_channels", "mixes_segments"} & method.traits
+    assert policy.kv_rotation.rotated == bool(mixes)
 
 
 def plan_of(name: str) -> PagePlan:

@@ -160,6 +160,54 @@ def test_oscar_is_refused_without_bases_and_beside_other_coordinates() -> None:
         PagePlan.of(beside, GEOMETRY, found)
 
 
+def test_block_gtq_is_refused_without_an_order_of_pairs_and_beside_other_coordinates() -> None:
+    config = AppConfig.from_mapping({"compressor": {"policy": "block_gtq"}})
+    made = Profile(model="any", weights="", geometry=GEOMETRY, settings=Settings())
+    wanted = r"needs pair_order.*run 'triptych calibrate --pair-order' for"
+    with pytest.raises(ConfigError, match=wanted):
+        PagePlan.of(config, GEOMETRY, made)
+    assert "block_gtq" not in offered_methods((), made)
+    order = bytes(range(GEOMETRY.head_dim // 2)) * GEOMETRY.head_rows
+    found = replace(made, pair_order=Profile.pack(order))
+    assert "block_gtq" in offered_methods((), found)
+    plan = PagePlan.of(config, GEOMETRY, found)
+    assert plan.policy.kv_rotation.pair_order == order
+    assert plan.policy.high_format == "block_gtq"
+    assert not plan.caches_prompts
+    beside = AppConfig.from_mapping({"compressor": {"policy": "block_gtq", "methods": ["diffkv"]}})
+    with pytest.raises(ConfigError, match="different coordinates"):
+        PagePlan.of(beside, GEOMETRY, found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"policy": "uniform:block_gtq"}, "by a method of its own: use 'block_gtq'"),
+        ({"policy": "diffkv", "high_format": "block_gtq"}, r"high_format=.block_gtq.: expected a"),
+        ({"policy": "diffkv", "low_format": "block_gtq"}, r"low_format=.block_gtq.: expected a"),
+        ({"policy": "snapkv", "high_format": "block_gtq"}, r"high_format=.block_gtq.: expected a"),
+        ({"policy": "block_gtq", "kv_rotation": "none"}, "rotates keys and values"),
+    ],
+)
+def test_no_other_method_has_the_format_of_block_gtq(
+    settings: dict[str, object], wanted: str
+) -> None:
+    order = bytes(range(GEOMETRY.head_dim // 2)) * GEOMETRY.head_rows
+    made = Profile(model="any", weights="", geometry=GEOMETRY, settings=Settings())
+    found = replace(made, pair_order=Profile.pack(order))
+    with pytest.raises(ConfigError, match=wanted):
+        PagePlan.of(AppConfig.from_mapping({"compressor": settings}), GEOMETRY, found)
+
+
+def test_keys_of_block_gtq_need_sixteenths_of_the_channels() -> None:
+    odd = replace(GEOMETRY, head_dim=24)
+    order = Profile.pack(bytes(range(12)) * odd.head_rows)
+    found = Profile(model="any", weights="", geometry=odd, settings=Settings(), pair_order=order)
+    config = AppConfig.from_mapping({"compressor": {"policy": "block_gtq"}})
+    with pytest.raises(ConfigError, match=r"head_dim 24.*expected a multiple of 16"):
+        PagePlan.of(config, odd, found)
+
+
 def test_a_network_serves_the_methods_of_its_kind_alone() -> None:
     scorer = LearnedFile(path="s", kind="scorer", tensors="")
     config = AppConfig.from_mapping({"compressor": {"methods": ["learned:score"]}})

@@ -199,3 +199,16 @@ def test_what_was_measured_holds_for_the_settings_that_it_was_measured_with() ->
 
 def test_settings_know_the_names_of_all_policies() -> None:
     assert list(POLICY_NAMES.builtin) == list(METHODS.builtin)
+
+
+@pytest.mark.parametrize(
+    "order", [bytes(96), bytes(range(16)), bytes([*range(15), 16]) * 6, b"\x00"]
+)
+def test_an_order_that_misses_a_pair_says_what_to_run(tmp_path: Path, order: bytes) -> None:
+    """Six head rows of 32 channels have 16 pairs each."""
+    path, good = tmp_path / "profile.json", bytes([3, 1, 0, 2, *range(15, 3, -1)]) * 6
+    replace(PROFILE, pair_order=Profile.pack(good)).write(path)
+    assert Profile.read(path).packed_pairs == good
+    replace(PROFILE, pair_order=Profile.pack(order)).write(path)
+    with pytest.raises(ConfigError, match=r"expected 6 orders of 16 pairs.*--pair-order' again"):
+        Profile.read(path)

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import torch
 
-from triptych.evals.studies.kv_bases import Moments, axes_of, energy, fit_bases, second_moment
+from triptych.evals.studies.kv_bases import (
+    Moments,
+    PairEnergies,
+    axes_of,
+    energy,
+    fit_bases,
+    fit_pair_order,
+    second_moment,
+)
 from triptych.workers.models.attention_interface import LayerTraits
 
 
@@ -46,3 +54,23 @@ def test_bases_of_a_model_are_orthogonal(tiny_model: Path) -> None:
     unit = bases @ bases.mT
     assert bases.shape[0] == 2
     assert torch.allclose(unit, torch.eye(unit.shape[-1]).expand_as(unit), atol=1e-4)
+
+
+def test_energy_of_pairs_is_the_mean_of_queries_and_centred_keys() -> None:
+    """Queries of a group count together; channels c and c + d / 2 are a pair."""
+    query, key, value = torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
+    centre = torch.randn(1, 2, 8)
+    energies = PairEnergies([5, 7], centre)
+    energies(0, query, key, value, LayerTraits(scale=1.0))
+    for head in range(2):
+        of_queries = query[:, 2 * head : 2 * head + 2].reshape(-1, 2, 4).square().sum(1).mean(0)
+        of_keys = (key[:, head] - centre[0, head]).view(-1, 2, 4).square().sum(1).mean(0)
+        assert torch.allclose(energies.of_pairs[0, head], (of_queries + of_keys) / 2)
+
+
+def test_each_head_of_a_model_has_all_of_its_pairs_in_order(tiny_model: Path) -> None:
+    order = fit_pair_order(tiny_model, [range(1, 40), range(5, 50)])
+    assert order.dtype == torch.uint8
+    every = torch.arange(order.shape[-1]).expand_as(order)
+    assert torch.equal(order.long().sort(-1).values, every)
+    assert not torch.equal(order.long(), every)

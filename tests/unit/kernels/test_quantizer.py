@@ -1,7 +1,22 @@
+import math
+
 import pytest
 import torch
 
-from triptych.kernels.codec.quantizer import FP16_MAX, decode, encode, narrow, pack, unpack
+from triptych.core.layout import FORMATS
+from triptych.kernels.codec.quantizer import (
+    FP16_MAX,
+    decode,
+    encode,
+    encode_by_norm,
+    encode_segments,
+    encode_values_by_norm,
+    narrow,
+    pack,
+    pack_segments,
+    unpack,
+    unpack_segments,
+)
 
 HEAD_DIMS = [16, 64, 80, 96, 128, 256]
 
@@ -61,3 +76,50 @@ def test_dropping_bits_gives_the_codes_of_a_direct_quantization(bits: int, to_bi
     dropped = narrow(encode(vectors, bits, 1), bits, to_bits)
     assert torch.equal(dropped.codes, direct.codes)
     assert torch.equal(dropped.metadata, direct.metadata)
+
+
+def test_codes_by_norm_by_hand() -> None:
+    """2 bits: the norm is sqrt(20), a step 0.9957 of half of it, so codes are 3, 2, 1, 0 and odd
+    numbers 3, 1, -1, -3, of the same norm. 1 bit: signs, times sqrt(20 / 4)."""
+    vector = torch.tensor([[3.0, 1.0, -1.0, -3.0]])
+    codes, scale = encode_by_norm(vector, 2)
+    assert (codes.tolist(), scale.tolist()) == ([[3, 2, 1, 0]], [1.0])
+    assert torch.equal(decode(encode_values_by_norm(vector, 2)), vector)
+    codes, scale = encode_by_norm(vector, 1)
+    assert codes.tolist() == [[1, 1, 0, 0]]
+    assert scale.tolist() == pytest.approx([math.sqrt(5)], rel=2**-11)
+
+
+def test_segments_of_keys_by_hand() -> None:
+    """4 bits: a step is 0.3352 of half of sqrt(452), 3.563, so 15 is the fifth step above 0 and 1
+    the first: odd numbers 9 and 1, times sqrt(452 / 164)."""
+    segments = FORMATS["block_gtq"].key_segments(16)
+    key = torch.tensor([[15.0, 1, -1, -15, 3, 1, -1, -3, 2, -2, 2, 2, -2, -2, 2, -2]])
+    coded = encode_segments(key, segments)
+    assert coded.codes.tolist() == [[12, 8, 7, 3, 3, 2, 1, 0, 1, 0, 1, 1, 0, 0, 1, 0]]
+    ratio = math.sqrt(452 / 164)
+    assert coded.metadata[0].tolist() == pytest.approx([ratio, 1.0, 2.0], rel=2**-11)
+    first = torch.tensor([9.0, 1.0, -1.0, -9.0]) * ratio
+    assert torch.allclose(decode(coded)[0], torch.cat((first, key[0, 4:])), rtol=2**-11)
+    packed = pack_segments(coded.codes, segments)
+    assert packed.tolist() == [[12 | 7 << 4, 8 | 3 << 4, 3 | 2 << 2 | 1 << 4, 0b01001101]]
+    assert torch.equal(unpack_segments(packed, segments), coded.codes)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 300.0, 1e9])
+def test_segments_keep_their_length(head_dim: int, spread: float) -> None:
+    segments = FORMATS["block_gtq"].key_segments(head_dim)
+    vectors = torch.randn(200, head_dim) * spread
+    found, given = decode(encode_segments(vectors, segments)), vectors.clamp(-FP16_MAX, FP16_MAX)
+    assert found.isfinite().all()
+    for each in segments:
+        inside = slice(each.channel, each.channel + each.channels)
+        norms = (part[:, inside].norm(dim=1) for part in (found, given))
+        assert torch.allclose(*norms, rtol=2**-10 if spread > 0.1 else 2e-2)
+
+
+def test_a_vector_of_zeros_stays_zero() -> None:
+    codes, scale = encode_by_norm(torch.zeros(2, 8), 2)
+    assert scale.tolist() == [0.0, 0.0]
+    assert (codes == 2).all()

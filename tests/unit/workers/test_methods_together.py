@@ -100,15 +100,17 @@ UNROTATED = ("kivi", "kivi:2", "uniform:k8v4", "uniform:fp16", "fp8")
         ("diffkv", CODECS, "auto"),
         ("diffkv", OF_PROFILES, "auto"),
         ("oscar", ("uniform:fp16",), "auto"),
+        ("block_gtq", ("uniform:fp16",), "auto"),
         ("kivi", UNROTATED[1:], "none"),
     ],
-    ids=["rotated", "profiles", "bases", "unrotated"],
+    ids=["rotated", "profiles", "bases", "pairs", "unrotated"],
 )
 def test_sixteen_requests_of_many_methods_answer_as_each_does_alone(
     tiny_model: Path, default: str, others: tuple[str, ...], rotation: str
 ) -> None:
     """Prompts and answers are long enough that pages are encoded whole, and that tokens are
-    dropped, while answers grow. ``oscar`` has coordinates of its own, which 16 bits take on."""
+    dropped, while answers grow. ``oscar`` and ``block_gtq`` have coordinates of their own, which 16
+    bits take on."""
     compressor = {
         **DIFFKV,
         "policy": default,

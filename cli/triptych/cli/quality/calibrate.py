@@ -57,6 +57,13 @@ def calibrate(
             "--bases", help="Also fit bases of keys and values of each head, for the method oscar."
         ),
     ] = False,
+    pair_order: Annotated[
+        bool,
+        typer.Option(
+            "--pair-order",
+            help="Also order the RoPE pairs of each head by energy, for the method block_gtq.",
+        ),
+    ] = False,
     windows: Annotated[str, typer.Option(help="Candidates for recent_window_tokens.")] = "16,32",
     contexts: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "1024",
     documents: Annotated[int, typer.Option(min=1, help="Texts per context length.")] = 6,
@@ -124,7 +131,8 @@ def calibrate(
     output.parent.mkdir(parents=True, exist_ok=True)
 
     def extend(made: "Profile") -> "Profile":
-        return _with_bases(made, plan) if bases else made
+        made = _with_bases(made, plan) if bases else made
+        return _with_pair_order(made, plan) if pair_order else made
 
     if profile:
         extended = extend(_known(model, profile))
@@ -159,6 +167,16 @@ def _with_bases(made: "Profile", plan: "Calibration") -> "Profile":
     with bars:
         bar = bars.add_task("bases", total=made.geometry.layers)
         return with_bases(made, plan, lambda: bars.advance(bar))
+
+
+def _with_pair_order(made: "Profile", plan: "Calibration") -> "Profile":
+    """The profile with the order of RoPE pairs, with a progress bar of layers."""
+    from triptych.evals.studies.calibration import with_pair_order
+
+    bars = progress_bars(24)
+    with bars:
+        bar = bars.add_task("pairs", total=made.geometry.layers)
+        return with_pair_order(made, plan, lambda: bars.advance(bar))
 
 
 def _show(found: "CalibrationResult") -> None:

@@ -206,8 +206,8 @@ class CompressorConfig:
     """How each token is stored: ``uniform:<format>`` stores all in one format; ``diffkv`` stores
     significant ones in ``high_format`` and drops others or stores them in ``low_format``;
     ``leankv`` decides by their share of all attention; ``saw_int4``, ``fp8``, ``kivi``, ``kivi:2``,
-    ``kvarn`` and ``oscar`` store all tokens in formats of their own; ``streaming_llm``, ``knorm``,
-    ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``, ``tova``, ``expected_attention``,
+    ``kvarn``, ``oscar`` and ``block_gtq`` store all tokens in formats of their own;
+    ``streaming_llm``, ``knorm``, ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``, ``tova``, ``expected_attention``,
     ``cake``, ``kvcrush``, ``tangram`` and ``compresskv`` keep ``keep_share`` of a prompt's tokens,
     in ``high_format``, and ``h2o:generate`` as many while it generates; ``kvmerger`` merges tokens
     with alike keys until as many are left; ``learned:merge``, ``learned:paper`` and

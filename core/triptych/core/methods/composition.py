@@ -30,6 +30,7 @@ Need = Literal[
     "query_statistics",
     "retrieval_heads",
     "bases",
+    "pair_order",
     "calibration",
     "training",
 ]
@@ -37,7 +38,8 @@ Need = Literal[
 from the last queries of the prompt alone; ``attention_moments``: mean and variance of that;
 ``query_statistics``: mean and covariance of the prompt's queries before RoPE; ``retrieval_heads``:
 a compression profile that names heads which retrieve; ``bases``: one with bases of keys and values
-of each head; ``calibration``: a compression profile;
+of each head; ``pair_order``: one with the RoPE pairs of each head by energy; ``calibration``: a
+compression profile;
 ``training``: an artefact of a training run."""
 Trait = Literal[
     "drops_tokens",
@@ -45,6 +47,7 @@ Trait = Literal[
     "merges_tokens",
     "places_merged_tokens",
     "mixes_channels",
+    "mixes_segments",
     "codes_by_channel",
     "codes_whole_pages",
     "bits_by_energy",
@@ -53,6 +56,7 @@ Trait = Literal[
 """What the rules ask about a part.
 
 ``places_merged_tokens``: a merged token has a position; ``mixes_channels``: a rotation;
+``mixes_segments``: one of channels with equal bits alone;
 ``codes_by_channel``: scales belong to channels; ``codes_whole_pages``: a token of a page cannot be
 written alone; ``bits_by_energy``: channels have bits by their energy; ``scale_normalized``: codes
 do not depend on the norm of a vector.
@@ -64,7 +68,7 @@ PROVIDED: frozenset[Need] = frozenset(
 the RoPE frequencies of the model, which are known for plain layers."""
 WITH_PROFILE: frozenset[Need] = PROVIDED | frozenset[Need]({"calibration"})
 """What a server with a compression profile provides."""
-OF_PROFILES: frozenset[Need] = frozenset({"retrieval_heads", "bases"})
+OF_PROFILES: frozenset[Need] = frozenset({"retrieval_heads", "bases", "pair_order"})
 """What it provides as well if its profile has it: names of fields."""
 TRAIN: Mapping[Modality, str] = {TEXT: "triptych train", IMAGE: "triptych train compressor --chats"}
 """Commands that train networks."""
@@ -73,6 +77,7 @@ WAYS_OUT: Mapping[Need, str] = {
     "calibration": "run 'triptych calibrate' for this model",
     "retrieval_heads": "run 'triptych retrieval' for this model",
     "bases": "run 'triptych calibrate --bases' for this model",
+    "pair_order": "run 'triptych calibrate --pair-order' for this model",
 }
 
 

@@ -38,6 +38,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "kivi:2": "triptych.core.methods.codecs.kivi:TWO_BITS",
         "kvarn": "triptych.core.methods.codecs.kvarn:METHOD",
         "oscar": "triptych.core.methods.codecs.oscar:METHOD",
+        "block_gtq": "triptych.core.methods.codecs.block_gtq:METHOD",
         "streaming_llm": "triptych.core.methods.retention.streaming_llm:METHOD",
         "knorm": "triptych.core.methods.retention.knorm:METHOD",
         "keydiff": "triptych.core.methods.retention.keydiff:METHOD",
@@ -101,10 +102,11 @@ def offered_methods(
     """Names of all methods that a server can offer, plug-ins left out.
 
     ``learned``: files of networks for the model; a method that needs another one is left out, and
-    so is one that needs head budgets, retrieval heads or bases which ``profile`` does not have.
+    so is one that needs head budgets, retrieval heads, bases or an order of pairs which ``profile``
+    does not have.
     """
     kinds = _networks_for(TEXT, learned).keys()
-    uniform = [f"uniform:{form}" for form in FORMATS if not page_format(form).codes_whole_pages]
+    uniform = [f"uniform:{form}" for form in FORMATS if page_format(form).suits_any_method]
     found = list[str]()
     for name in METHODS.builtin:
         method = METHODS.load(name)

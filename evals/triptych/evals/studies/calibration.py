@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 import numpy as np
+import torch
 
 from triptych.core.config import AppConfig, CompressorConfig, PoolConfig, require
 from triptych.core.errors import ModelError
@@ -25,7 +26,7 @@ from triptych.evals.methods.full_cache import TransformersRunner
 from triptych.evals.methods.mean_keys import mean_keys
 from triptych.evals.methods.method_names import SERVED
 from triptych.evals.studies.alpha_scales import ScalesPlan, Unit, fit_alpha_scales
-from triptych.evals.studies.kv_bases import fit_bases
+from triptych.evals.studies.kv_bases import fit_bases, fit_pair_order
 from triptych.evals.studies.report import Row
 from triptych.evals.studies.study import Results, Study
 from triptych.workers.compress.learned.known_networks import find_networks
@@ -229,6 +230,22 @@ def with_bases(profile: Profile, plan: Calibration, done: Callable[[], None]) ->
     path = resolve(plan.model)
     bases = fit_bases(path, [text.context for text in _texts(path, plan)], done)
     return replace(profile, bases=Profile.pack(pack_bases(bases)))
+
+
+def with_pair_order(profile: Profile, plan: Calibration, done: Callable[[], None]) -> Profile:
+    """The profile with the order of RoPE pairs, from the calibration split.
+
+    ``done``: called after each layer of the model.
+
+    Raises: ModelError as ``with_bases``
+    """
+    path, shape = resolve(plan.model), profile.geometry
+    centre = None
+    if profile.key_centre:
+        packed = torch.frombuffer(bytearray(profile.centre), dtype=torch.float16)
+        centre = packed.float().view(shape.layers, shape.kv_heads, shape.head_dim)
+    order = fit_pair_order(path, [text.context for text in _texts(path, plan)], centre, done)
+    return replace(profile, pair_order=Profile.pack(order.numpy().tobytes()))
 
 
 def _texts(path: Path, plan: Calibration) -> list[Document]:

@@ -1,7 +1,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # torch leaves Tensor.flatten and others untyped in part.
-"""Fits the bases of keys and values of each head to the queries and values of some texts."""
+"""Fits bases of keys and values, and the order of RoPE pairs, of each head to some texts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triptych.core.errors import ModelError
+from triptych.evals.codecs.pair_bits import pair_energy
 from triptych.evals.methods.masked_attention import by_kv_head, check_plain, ungrouped
 from triptych.workers.models.attention_interface import Attend, LayerTraits
 from triptych.workers.models.facts import describe
 from triptych.workers.models.load import load
+
+MOST_DIM = 512
+"""Channels of a head, so that the number of a pair is a byte."""
 
 
 class Moments(Attend):
@@ -71,6 +75,36 @@ class Moments(Attend):
         return torch.stack(self._values)
 
 
+class PairEnergies(Moments):
+    """``Moments`` that also keeps the mean squared norms of RoPE pairs, of queries and of keys."""
+
+    def __init__(
+        self, lengths: Sequence[int], centre: Tensor, done: Callable[[], None] = lambda: None
+    ) -> None:
+        """``centre``: subtracted from keys, [L, KH, d]."""
+        super().__init__(lengths, done)
+        self._centre, self._energies = centre, list[Tensor]()
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        grouped = by_kv_head(query, key.shape[1]).flatten(1, 2)
+        centred = key.transpose(0, 1) - self._centre[layer][:, None]
+        self._energies.append((pair_energy(grouped) + pair_energy(centred)) / 2)
+        return super().__call__(layer, query, key, value, traits, sinks)
+
+    @property
+    def of_pairs(self) -> Tensor:
+        """The mean energy of queries and keys by layer, KV head and pair, [L, KH, d/2]."""
+        return torch.stack(self._energies)
+
+
 def second_moment(vectors: Tensor, weights: Tensor | None = None) -> Tensor:
     """Sum of weight v v^T: vectors [..., n, d], weights [..., n] -> [..., d, d] float64."""
     exact = vectors.double()
@@ -101,13 +135,47 @@ def fit_bases(
     Raises:  ModelError for models with latents, sliding windows or softcaps
     Source:  OSCAR, with bases of KV heads; its published code has one basis for a layer
     """
+    kept = _texts_of(path, texts)
+    moments = Moments([len(text) for text in kept], done)
+    _read(path, kept, moments)
+    return torch.stack((axes_of(moments.of_queries), axes_of(moments.of_values)))
+
+
+def fit_pair_order(
+    path: Path,
+    texts: Iterable[Sequence[int]],
+    centre: Tensor | None = None,
+    done: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """RoPE pairs of each head, those with the most energy first, uint8 [layers, kv_heads, d/2].
+
+    ``centre``: the mean keys that are subtracted from keys, [layers, kv_heads, d]; None: zeros.
+
+    Raises:  ModelError as ``fit_bases``, or if heads have more than 512 channels
+    Source:  Block-GTQ (energy: half the mean squared norm of queries and half that of keys)
+    """
+    kept, shape = _texts_of(path, texts), describe(path).geometry
+    if shape.head_dim > MOST_DIM:
+        raise ModelError(
+            f"order of RoPE pairs: heads of {shape.head_dim} channels: expected at most {MOST_DIM}"
+        )
+    zeros = torch.zeros(shape.layers, shape.kv_heads, shape.head_dim)
+    energies = PairEnergies([len(text) for text in kept], zeros if centre is None else centre, done)
+    _read(path, kept, energies)
+    return energies.of_pairs.argsort(dim=-1, descending=True, stable=True).to(torch.uint8)
+
+
+def _texts_of(path: Path, texts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
+    """Raises: ModelError for models with latents"""
     if describe(path).geometry.has_latents:
         raise ModelError("bases of keys and values: this model stores latents, which are both")
-    kept = list(texts)
-    moments = Moments([len(text) for text in kept], done)
-    ids = torch.tensor([token for text in kept for token in text])
-    places = torch.cat([torch.arange(len(text)) for text in kept])
+    return list(texts)
+
+
+def _read(path: Path, texts: Sequence[Sequence[int]], attend: Attend) -> None:
+    """Run a model over some texts together."""
+    ids = torch.tensor([token for text in texts for token in text])
+    places = torch.cat([torch.arange(len(text)) for text in texts])
     loaded = load(path, "float32", quantization="none")
     with torch.inference_mode():
-        loaded.network(ids, places, moments, torch.tensor([len(ids) - 1]))
-    return torch.stack((axes_of(moments.of_queries), axes_of(moments.of_values)))
+        loaded.network(ids, places, attend, torch.tensor([len(ids) - 1]))

@@ -8,10 +8,10 @@ import numpy as np
 from numba import carray
 
 from triptych.kernels.codec.page_vectors import encode_keys, encode_values
+from triptych.kernels.codec.quantizer import REQUANTIZE
 from triptych.kernels.codec.vectors import (
     PART_WORDS,
     RANGE,
-    REQUANTIZE,
     decode,
     encode,
     pack,

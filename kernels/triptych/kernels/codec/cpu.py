@@ -8,17 +8,11 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import PageFormat, PageLayout
+from triptych.core.layout import PageLayout
 from triptych.kernels.codec import codec_numba
 from triptych.kernels.codec.codec_numba import UNTRACKED
-from triptych.kernels.codec.vectors import (
-    BY_CHANNEL,
-    COPY,
-    FLOAT8,
-    NARROW,
-    RANGE,
-    REQUANTIZE,
-)
+from triptych.kernels.codec.quantizer import conversion
+from triptych.kernels.codec.vectors import BY_CHANNEL, BY_NORM, FLOAT8, RANGE, SEGMENTS
 from triptych.kernels.codegen.jobs import Job
 from triptych.kernels.codegen.numba_runtime import team_address, team_threads
 from triptych.kernels.floats import KINDS
@@ -266,17 +260,18 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
     form, offsets = layout.format, layout.offsets
     key_bytes, _, value_bytes, _, _, _ = form.segment_token_bytes(layout.head_dim)
     key_strides = (layout.tokens, 1) if layout.is_channel_major else (1, key_bytes)
-    kind = FLOAT8 if form.has_float_codes else RANGE
-    key_kind = BY_CHANNEL if form.codes_whole_pages else kind
+    kind = FLOAT8 if form.has_float_codes else BY_NORM if form.has_norms else RANGE
+    key_kind = BY_CHANNEL if form.codes_whole_pages else SEGMENTS if form.key_widths else kind
+    groups = 0 if form.key_widths else form.key_groups
     scales = (layout.token_scales, layout.channel_scales) if form.is_balanced else (0, 0)
     limited = form.limited_numbers(layout.head_dim)
     keys = (
-        offsets[0], *key_strides, offsets[1], form.key_bits, form.key_groups, key_kind, scales[0],
-        limited[0],
+        offsets[0], *key_strides, offsets[1], form.key_bits, groups, key_kind, scales[0],
+        limited[0], form.width_digits, layout.tokens,
     )  # fmt: skip
     values = (
         offsets[2], 1, value_bytes, offsets[3], form.value_bits, form.value_groups, kind, scales[1],
-        limited[1],
+        limited[1], 0, layout.tokens,
     )  # fmt: skip
     page = layout.size_bytes, layout.parts
     tracked = offsets[4:] if layout.is_tracked else (UNTRACKED, UNTRACKED)
@@ -287,14 +282,8 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
 def conversion_words(source: PageLayout, target: PageLayout) -> tuple[int, ...]:
     """Source and target layout, and the conversion of keys and of values."""
     old, new = source.format, target.format
-    return (
-        *form_words(source),
-        *form_words(target),
-        _conversion(old, (old.key_bits, old.key_groups), new, (new.key_bits, new.key_groups)),
-        _conversion(
-            old, (old.value_bits, old.value_groups), new, (new.value_bits, new.value_groups)
-        ),
-    )
+    conversions = (conversion(old, new, of_keys=of_keys) for of_keys in (True, False))
+    return (*form_words(source), *form_words(target), *conversions)
 
 
 Words = tuple[int, ...]
@@ -328,21 +317,7 @@ def _table_words(section: Section) -> tuple[int, ...]:
 
 def _coded(*part: int) -> tuple[int, ...]:
     """The words of a part; 16-bit parts have no metadata groups."""
-    return (*part[:5], 0, 0, 0, 0) if part[4] == 16 else part
-
-
-def _conversion(
-    old: PageFormat, source: tuple[int, int], new: PageFormat, target: tuple[int, int]
-) -> int:
-    """The conversion of vectors; ``source``, ``target``: bits and groups."""
-    (bits, groups), (to_bits, to_groups) = source, target
-    if bits == to_bits == 16:
-        return COPY
-    if groups != to_groups or old.has_float_codes != new.has_float_codes:
-        return REQUANTIZE
-    if bits == to_bits:
-        return COPY
-    return NARROW if to_bits < bits < 16 and not new.is_clipped else REQUANTIZE
+    return (*part[:5], *(0 for _ in part[5:])) if part[4] == 16 else part
 
 
 def _dense(vectors: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS, PageFormat, PageLayout
+from triptych.core.layout import FORMATS, PageLayout
 from triptych.kernels.codec.gpu_pages import encode_pages
 from triptych.kernels.codec.gpu_slots import (
     append_slots,
@@ -18,6 +18,7 @@ from triptych.kernels.codec.gpu_slots import (
     transcode_slots,
 )
 from triptych.kernels.codec.page_codecs import NORMALIZATIONS
+from triptych.kernels.codec.quantizer import conversion
 from triptych.kernels.pages import (
     Section,
     check_append,
@@ -38,7 +39,6 @@ from triptych.kernels.triton.launch import (
 )
 from triptych.kernels.triton.triton_layout import form_of
 
-COPY, NARROW, REQUANTIZE = range(3)
 BLOCK_NUMBERS = 4096
 """Numbers that a program keeps in registers."""
 
@@ -291,8 +291,8 @@ def _conversions(source: PageLayout, target: PageLayout) -> dict[str, object]:
     return {
         "SOURCE": form_of(source),
         "TARGET": form_of(target),
-        "KEY_CONVERSION": _conversion(old, old.key_bits, new, new.key_bits),
-        "VALUE_CONVERSION": _conversion(old, old.value_bits, new, new.value_bits),
+        "KEY_CONVERSION": conversion(old, new, of_keys=True),
+        "VALUE_CONVERSION": conversion(old, new, of_keys=False),
     }
 
 
@@ -336,13 +336,3 @@ def plan_load(
 
 def _block(dim: int) -> int:
     return max(8, BLOCK_NUMBERS // power_of_two(dim))
-
-
-def _conversion(old: PageFormat, bits: int, new: PageFormat, to_bits: int) -> int:
-    if bits == to_bits == 16:
-        return COPY
-    if old.has_float_codes != new.has_float_codes:
-        return REQUANTIZE
-    if bits == to_bits:
-        return COPY
-    return NARROW if to_bits < bits < 16 and not new.is_clipped else REQUANTIZE

@@ -10,6 +10,7 @@ from triptych.kernels.triton.page_access import (
     metadata_of,
     numbers_of,
     positions_of,
+    segment_scales,
     slots_of,
     units_at,
 )
@@ -242,6 +243,106 @@ def quantize(
     Adding 1.5 * 2**23 rounds a number below 2**22 to the nearest integer, ties to even, and
     leaves that integer in the low bits.
     """
+    if FORM.by_norm:
+        if KEYS:
+            quantize_segments(source, source_row, page, row, live, SOURCE, FORM)
+        else:
+            quantize_value(source, source_row, page, row, live, SOURCE, FORM)
+    else:
+        quantize_range(source, source_row, page, row, live, SOURCE, FORM, KEYS)
+
+
+@triton.jit
+def codes_by_norm(
+    source, source_row, live, SOURCE: tl.constexpr, FORM: tl.constexpr, KEYS: tl.constexpr,
+    BITS: tl.constexpr, FIRST: tl.constexpr, UNITS: tl.constexpr, SHARE: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Packed codes [vectors, TILE] of some channels, and their scales, as
+    ``quantizer.encode_by_norm``.
+
+    ``FIRST``: the first channel; ``UNITS``: bytes of the codes; ``SHARE``: of the norm that is a
+    step.
+    """
+    wide: tl.constexpr = triton.next_power_of_2(FORM.dim)
+    TOP: tl.constexpr = 2**BITS - 1
+    END: tl.constexpr = FIRST + UNITS * (8 // BITS)
+    channel = tl.arange(0, wide)
+    numbers = given_numbers(source, source_row, live, channel, SOURCE, FORM, KEYS)
+    inside = (channel >= FIRST) & (channel < END)
+    exact = tl.where(inside[None, :], numbers, 0.0).to(tl.float64)
+    norm = tl.sqrt(tl.sum(exact * exact, 1)).to(tl.float32)
+    share = tl.full([1], SHARE, tl.float32)
+    step = tl.maximum(norm * share, 1.1754943508222875e-38)[:, None]
+    unit = tl.arange(0, TILE)
+    packed = tl.full([norm.shape[0], TILE], 0, tl.int32)
+    squares = tl.zeros_like(norm)
+    for at in tl.static_range(8 // BITS):
+        place = FIRST + at * UNITS + unit
+        part = given_numbers(source, source_row, live, place, SOURCE, FORM, KEYS)
+        code = tl.floor(tl.div_rn(part, tl.broadcast_to(step, part.shape))) + 2 ** (BITS - 1)
+        code = tl.minimum(tl.maximum(code, 0.0), TOP)
+        odd = tl.where((unit < UNITS)[None, :], 2.0 * code - TOP, 0.0)
+        squares += tl.sum(odd * odd, 1)
+        packed |= code.to(tl.int32) << (at * BITS)
+    return packed, tl.div_rn(norm, tl.sqrt_rn(squares)).to(tl.float16)
+
+
+@triton.jit
+def quantize_segments(
+    source, source_row, page, row, live, SOURCE: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Encode keys segment by segment, as ``quantizer.encode_segments``."""
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    for at in tl.static_range(len(SEGMENTS)):
+        quantize_segment(source, source_row, page, row, live, at, SOURCE, FORM)
+
+
+@triton.jit
+def quantize_segment(
+    source, source_row, page, row, live, at: tl.constexpr, SOURCE: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Encode one segment of keys."""
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    BITS: tl.constexpr = SEGMENTS[at][0]
+    FIRST: tl.constexpr = SEGMENTS[at][1]
+    UNITS: tl.constexpr = SEGMENTS[at][2]
+    START: tl.constexpr = SEGMENTS[at][3]
+    SHARE: tl.constexpr = SEGMENTS[at][5]
+    TILE: tl.constexpr = triton.next_power_of_2(UNITS)
+    packed, scale = codes_by_norm(
+        source, source_row, live, SOURCE, FORM, True, BITS, FIRST, UNITS, SHARE, TILE
+    )
+    unit = tl.arange(0, TILE)
+    to = units_at(page, row, START + unit, FORM, True)
+    tl.store(to, packed.to(tl.uint8), mask=live[:, None] & (unit < UNITS)[None, :])
+    to = (page + FORM.key_metadata).to(tl.pointer_type(tl.float16))
+    tl.store(to + at * FORM.tokens + row, scale, mask=live)
+
+
+@triton.jit
+def quantize_value(
+    source, source_row, page, row, live, SOURCE: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Encode values, as ``quantizer.encode_values_by_norm``."""
+    TOP: tl.constexpr = 2**FORM.value_bits - 1
+    packed, scale = codes_by_norm(
+        source, source_row, live, SOURCE, FORM, False, FORM.value_bits, 0, FORM.value_units,
+        FORM.value_step, FORM.value_tile,
+    )  # fmt: skip
+    unit = tl.arange(0, FORM.value_tile)
+    to = units_at(page, row, unit, FORM, False)
+    tl.store(to, packed.to(tl.uint8), mask=live[:, None] & (unit < FORM.value_units)[None, :])
+    zero = tl.maximum(scale.to(tl.float32) * -TOP, -65504.0).to(tl.float16)
+    store_metadata(page, row, live, scale * 2.0, zero, FORM, False)
+
+
+@triton.jit
+def quantize_range(
+    source, source_row, page, row, live,
+    SOURCE: tl.constexpr, FORM: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Encode vectors by their range, or as float8 numbers or 16-bit ones."""
     bits: tl.constexpr = FORM.key_bits if KEYS else FORM.value_bits
     count: tl.constexpr = FORM.key_units if KEYS else FORM.value_units
     tile: tl.constexpr = FORM.key_tile if KEYS else FORM.value_tile
@@ -338,6 +439,22 @@ def store_metadata(page, row, live, scale, zero, FORM: tl.constexpr, KEYS: tl.co
 
 
 @triton.jit
+def copy_segments(
+    old, old_row, new, new_row, live, SOURCE: tl.constexpr, TARGET: tl.constexpr
+):  # fmt: skip
+    """Copy codes and scales of keys with segments."""
+    unit = tl.arange(0, triton.next_power_of_2(TARGET.key_bytes))
+    mask = live[:, None] & (unit < TARGET.key_bytes)[None, :]
+    units = tl.load(units_at(old, old_row, unit, SOURCE, True), mask=mask, other=0)
+    tl.store(units_at(new, new_row, unit, TARGET, True), units, mask=mask)
+    SEGMENTS: tl.constexpr = TARGET.key_segments
+    for at in tl.static_range(len(SEGMENTS)):
+        scale = segment_scales(old, old_row, live, at, SOURCE).to(tl.float16)
+        to = (new + TARGET.key_metadata).to(tl.pointer_type(tl.float16))
+        tl.store(to + at * TARGET.tokens + new_row, scale, mask=live)
+
+
+@triton.jit
 def recode(
     old, old_row, new, new_row, live,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, CONVERSION: tl.constexpr, KEYS: tl.constexpr,
@@ -349,7 +466,9 @@ def recode(
     tile: tl.constexpr = TARGET.key_tile if KEYS else TARGET.value_tile
     unit = tl.arange(0, tile)
     mask = live[:, None] & (unit < count)[None, :]
-    if CONVERSION == 0:  # COPY
+    if CONVERSION == 0 and KEYS and TARGET.key_widths > 0:
+        copy_segments(old, old_row, new, new_row, live, SOURCE, TARGET)
+    elif CONVERSION == 0:  # COPY
         units = tl.load(units_at(old, old_row, unit, SOURCE, KEYS), mask=mask, other=0)
         tl.store(units_at(new, new_row, unit, TARGET, KEYS), units, mask=mask)
         if bits < 16:

@@ -1,14 +1,25 @@
 """The asymmetric quantizer of the page formats, in torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from triptych.core.layout import KeySegment, PageFormat
+
 FP16_MAX = 65504.0
 FLOAT8_MAX = 448.0
 LEAST_SCALE = 2.0**-24
 """The smallest number of float16."""
+LEAST_NUMBER = 2.0**-126
+"""The smallest normal number of float32."""
+NORMAL_STEPS = {1: 1.596, 2: 0.9957, 4: 0.3352}
+"""Distances of equally spaced levels with the least squared error for a normal variable of
+deviation 1, by bits. Source: Max, Quantizing for minimum distortion (1960), table II"""
+
+COPY, NARROW, REQUANTIZE = range(3)
+"""Conversions of a vector from one format to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +32,8 @@ class Encoded:
     """float16 [n, groups, 2]: scale and zero; no groups for 16-bit formats."""
     is_float: bool = False
     """Whether codes are float8 numbers, e4m3."""
+    segments: tuple[KeySegment, ...] = ()
+    """Segments of the vectors; then metadata is [n, segments], a scale of each."""
 
 
 def encode(vectors: Tensor, bits: int, groups: int) -> Encoded:
@@ -82,8 +95,65 @@ def encode_floats(vectors: Tensor) -> Encoded:
     return Encoded(codes, torch.stack((scale, torch.zeros_like(scale)), -1), is_float=True)
 
 
+def step_share(bits: int, channels: int) -> float:
+    """The distance of two levels of ``encode_by_norm``, as a share of the norm of a vector."""
+    return NORMAL_STEPS[bits] / channels**0.5
+
+
+def encode_by_norm(vectors: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantize vectors in equal steps around 0, of a length that suits a normal variable.
+
+    A number becomes ``scale * (2 * code - top)``, where top is the largest code. The scale is not
+    the step: it makes the decoded vector as long as the given one. Vectors should be rotated, so
+    that their numbers are nearly normal.
+
+    Shapes:  vectors [n, d] -> codes uint8 [n, d], scales float16 [n]
+    Promise: the decoded vector is as long as the given one, but for the rounding of the scale
+    Source:  TurboQuant (one norm, fixed levels); Block-GTQ (the norm corrected). Levels are equally
+             spaced instead of those of Lloyd and Max: 1 % more error at 2 bits, 21 % at 4
+    """
+    x, top = vectors.float().clamp(-FP16_MAX, FP16_MAX), 2**bits - 1
+    norm = x.double().square().sum(-1).sqrt().float()
+    step = (norm * step_share(bits, x.shape[1])).clamp_min(LEAST_NUMBER)
+    codes = ((x / step[:, None]).floor() + 2 ** (bits - 1)).clamp(0, top)
+    odd = 2 * codes - top
+    return codes.to(torch.uint8), (norm / odd.square().sum(-1).sqrt()).half()
+
+
+def encode_values_by_norm(vectors: Tensor, bits: int) -> Encoded:
+    """``encode_by_norm`` with a scale and a zero, as ``encode`` has them."""
+    codes, scale = encode_by_norm(vectors, bits)
+    zero = ((1 - 2**bits) * scale.float()).clamp_min(-FP16_MAX).half()
+    return Encoded(codes, torch.stack((2 * scale, zero), -1)[:, None])
+
+
+def encode_segments(vectors: Tensor, segments: Sequence[KeySegment]) -> Encoded:
+    """``encode_by_norm`` of each segment of keys.
+
+    Shapes:  vectors [n, d] -> codes [n, d], metadata [n, segments]
+    Source:  Block-GTQ (segments of channels with equal bits, each with a norm)
+    """
+    parts = [
+        encode_by_norm(vectors[:, each.channel : each.channel + each.channels], each.bits)
+        for each in segments
+    ]
+    codes, scales = zip(*parts, strict=True)
+    return Encoded(torch.cat(codes, 1), torch.stack(scales, 1), segments=tuple(segments))
+
+
+def _decode_segments(encoded: Encoded) -> Tensor:
+    counts = torch.tensor([each.channels for each in encoded.segments])
+    tops = torch.tensor([2**each.bits - 1 for each in encoded.segments])
+    device = encoded.codes.device
+    top = tops.repeat_interleave(counts).to(device)
+    scale = encoded.metadata.float().repeat_interleave(counts.to(device), 1)
+    return (2 * encoded.codes.float() - top) * scale
+
+
 def decode(encoded: Encoded) -> Tensor:
     """Decoded vectors, float32 [n, d]: code * scale + zero."""
+    if encoded.segments:
+        return _decode_segments(encoded)
     groups = encoded.metadata.shape[1]
     if groups == 0:
         return encoded.codes.float()
@@ -92,6 +162,27 @@ def decode(encoded: Encoded) -> Tensor:
     numbers = encoded.codes.view(torch.float8_e4m3fn) if encoded.is_float else encoded.codes
     codes = numbers.float().view(count, groups, dim // groups)
     return (codes * scale[..., None] + zero[..., None]).flatten(1)
+
+
+def conversion(old: PageFormat, new: PageFormat, *, of_keys: bool) -> int:
+    """How keys or values of pages of ``old`` become those of ``new``."""
+    if of_keys:
+        bits, groups, to_bits, to_groups = (
+            old.key_bits,
+            old.key_groups,
+            new.key_bits,
+            new.key_groups,
+        )
+    else:
+        bits, groups = old.value_bits, old.value_groups
+        to_bits, to_groups = new.value_bits, new.value_groups
+    if bits == to_bits == 16:
+        return COPY
+    if groups != to_groups or old.codec != new.codec:
+        return REQUANTIZE
+    if bits == to_bits:
+        return COPY
+    return NARROW if to_bits < bits < 16 and new.is_stable else REQUANTIZE
 
 
 def narrow(encoded: Encoded, bits: int, to_bits: int) -> Encoded:
@@ -124,6 +215,21 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     for index, part in enumerate(parts):
         packed |= part << (bits * index)
     return packed
+
+
+def pack_segments(codes: Tensor, segments: Sequence[KeySegment]) -> Tensor:
+    """Pack the codes [n, d] of each segment alone, one behind the other: [n, bytes]."""
+    parts = (codes[:, each.channel : each.channel + each.channels] for each in segments)
+    return torch.cat([pack(part, each.bits) for part, each in zip(parts, segments, strict=True)], 1)
+
+
+def unpack_segments(packed: Tensor, segments: Sequence[KeySegment]) -> Tensor:
+    """Unpack bytes [n, bytes] to codes [n, d]; the inverse of ``pack_segments``."""
+    parts = (
+        unpack(packed[:, each.byte : each.byte + each.channels * each.bits // 8], each.bits)
+        for each in segments
+    )
+    return torch.cat(list(parts), 1)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:

@@ -6,18 +6,25 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import PageFormat, PageLayout
+from triptych.core.layout import PageLayout
 from triptych.kernels.codec.page_codecs import EncodedPages, decode_pages, encode_pages
 from triptych.kernels.codec.quantizer import (
+    COPY,
     FP16_MAX,
+    NARROW,
     Encoded,
+    conversion,
     decode,
     encode,
     encode_floats,
+    encode_segments,
+    encode_values_by_norm,
     limit,
     narrow,
     pack,
+    pack_segments,
     unpack,
+    unpack_segments,
 )
 from triptych.kernels.pages import (
     Section,
@@ -52,13 +59,8 @@ def store_tokens(
     wanted = pages >= 0
     at = pages[wanted].long(), rows[wanted].long()
     into = segments(arena, layout)
-    form = layout.format
-    is_float = form.has_float_codes
-    limited = form.limited_numbers(layout.head_dim)
-    keys = _coded(key[wanted], form.key_bits, form.key_groups, is_float, limited[0])
-    values = _coded(value[wanted], form.value_bits, form.value_groups, is_float, limited[1])
-    _write_keys(arena, layout, at, keys)
-    _write_values(arena, layout, at, values)
+    _write_keys(arena, layout, at, _encoded(key[wanted], layout, of_keys=True))
+    _write_values(arena, layout, at, _encoded(value[wanted], layout, of_keys=False))
     if not layout.is_tracked:
         return
     into.positions[at] = positions[:, None].expand_as(pages)[wanted]
@@ -116,18 +118,14 @@ def transcode(
     Source:  DiffKV and LeanKV (compression after the prompt, downgrade while generating)
     """
     check_written_alone("transcode", source_layout, target_layout)
-    source, target = source_layout.format, target_layout.format
     read = source_pages.long(), source_rows.long()
     write = target_pages.long(), target_rows.long()
     old, new = segments(arena, source_layout), segments(arena, target_layout)
-    keys, values = _read(old, source, read)
+    parts = _read(old, source_layout, read)
     scores, positions = _tracked(old, source_layout, read)
-    is_float = target.has_float_codes
-    is_clipped = target.is_clipped
-    limited = target.limited_numbers(target_layout.head_dim) if is_clipped else (None, None)
-    keys = recode(keys, source.key_bits, target.key_bits, target.key_groups, is_float, limited[0])
-    values = recode(
-        values, source.value_bits, target.value_bits, target.value_groups, is_float, limited[1]
+    keys, values = (
+        _recoded(part, source_layout, target_layout, of_keys=of_keys)
+        for part, of_keys in zip(parts, (True, False), strict=True)
     )
     _write_keys(arena, target_layout, write, keys)
     _write_values(arena, target_layout, write, values)
@@ -205,7 +203,7 @@ def _move_pages(
     flat = read[0].flatten(), read[1].flatten()
     key, value = (
         decode(part).view(*read[0].shape, layout.head_dim)
-        for part in _read(old, source.layout.format, flat)
+        for part in _read(old, source.layout, flat)
     )
     made = encode_pages(key, value, form)
     codes = pack(made.key_codes.flatten(0, 1), form.key_bits)
@@ -246,7 +244,8 @@ def _rounded(vectors: Tensor, bits: int, groups: int, quantized: Tensor, is_floa
     exact = vectors.float().clamp(-FP16_MAX, FP16_MAX).half()
     coarse = exact.flatten(0, 1)
     for _ in range(2):
-        coarse = decode(_coded(coarse, bits, groups, is_float)).clamp(-FP16_MAX, FP16_MAX).half()
+        made = encode_floats(coarse) if is_float else encode(coarse, bits, groups)
+        coarse = decode(made).clamp(-FP16_MAX, FP16_MAX).half()
     return torch.where(quantized[:, None, None], coarse.view_as(exact), exact).float()
 
 
@@ -255,37 +254,41 @@ def _slots_of(section: Section, slot: Tensor, head: Tensor, places: Tensor) -> S
     return section.forward_pages[slot, head, column.long()], row
 
 
-def recode(
-    encoded: Encoded,
-    bits: int,
-    to_bits: int,
-    to_groups: int,
-    is_float: bool = False,
-    limited: int | None = None,
-) -> Encoded:
-    """Convert vectors to other bits and groups: copy, ``narrow``, or decode and encode again.
-
-    ``is_float``: whether the new codes are float8 numbers. ``limited``: how many numbers
-    are limited; None: the format limits none.
-    """
-    is_alike = encoded.metadata.shape[1] == to_groups and encoded.is_float == is_float
-    if bits == to_bits and (bits == 16 or is_alike):
+def _recoded(encoded: Encoded, old: PageLayout, new: PageLayout, *, of_keys: bool) -> Encoded:
+    """Keys or values of one format in another: copied, ``narrow``, or decoded and encoded again."""
+    how = conversion(old.format, new.format, of_keys=of_keys)
+    if how == COPY:
         return encoded
-    if to_bits < bits < 16 and is_alike and limited is None:
-        return narrow(encoded, bits, to_bits)
-    return _coded(decode(encoded), to_bits, to_groups, is_float, limited or 0)
+    if how == NARROW:
+        forms = old.format, new.format
+        return narrow(encoded, *(form.key_bits if of_keys else form.value_bits for form in forms))
+    return _encoded(decode(encoded), new, of_keys=of_keys)
 
 
-def _coded(vectors: Tensor, bits: int, groups: int, is_float: bool, limited: int = 0) -> Encoded:
-    return encode_floats(vectors) if is_float else encode(limit(vectors, limited), bits, groups)
+def _encoded(vectors: Tensor, layout: PageLayout, *, of_keys: bool) -> Encoded:
+    """Vectors [n, d] as codes of keys or values of a layout."""
+    form, limited = layout.format, layout.format.limited_numbers(layout.head_dim)
+    if form.has_float_codes:
+        return encode_floats(vectors)
+    if of_keys and form.key_widths:
+        return encode_segments(vectors, form.key_segments(layout.head_dim))
+    if form.has_norms:
+        return encode_values_by_norm(vectors, form.value_bits)
+    if of_keys:
+        return encode(limit(vectors, limited[0]), form.key_bits, form.key_groups)
+    return encode(limit(vectors, limited[1]), form.value_bits, form.value_groups)
 
 
-def _read(parts: Segments, form: PageFormat, at: tuple[Tensor, Tensor]) -> tuple[Encoded, Encoded]:
+def _read(
+    parts: Segments, layout: PageLayout, at: tuple[Tensor, Tensor]
+) -> tuple[Encoded, Encoded]:
     """Keys and values in some slots, before they are decoded."""
-    keys, values = unpack(parts.keys[at], form.key_bits), unpack(parts.values[at], form.value_bits)
-    is_float = form.has_float_codes
+    form, is_float = layout.format, layout.format.has_float_codes
+    of_keys, packed = form.key_segments(layout.head_dim), parts.keys[at]
+    keys = unpack_segments(packed, of_keys) if of_keys else unpack(packed, form.key_bits)
+    values = unpack(parts.values[at], form.value_bits)
     return (
-        Encoded(keys, parts.key_metadata[at], is_float),
+        Encoded(keys, parts.key_metadata[at], is_float, of_keys),
         Encoded(values, parts.value_metadata[at], is_float),
     )
 
@@ -310,7 +313,7 @@ def load_tokens(
     if layout.format.codes_whole_pages:
         key, value = _read_from_pages(part, layout, page, row)
     else:
-        key, value = map(decode, _read(part, layout.format, (page, row)))
+        key, value = map(decode, _read(part, layout, (page, row)))
     positions = _tracked(part, layout, (page, row))[1].view_as(live).where(live, -1)
     shape = (*live.shape, layout.head_dim)
     dead = ~live[..., None]
@@ -345,7 +348,10 @@ def _read_from_pages(
 
 def _write_keys(arena: Tensor, layout: PageLayout, at: Slots, encoded: Encoded) -> None:
     into = segments(arena, layout)
-    into.keys[at] = pack(encoded.codes, layout.format.key_bits)
+    if encoded.segments:
+        into.keys[at] = pack_segments(encoded.codes, encoded.segments)
+    else:
+        into.keys[at] = pack(encoded.codes, layout.format.key_bits)
     into.key_metadata[at] = encoded.metadata
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numba import carray
 
 from triptych.kernels.codec.float8 import from_float8, power_above, to_float8
+from triptych.kernels.codec.quantizer import COPY, LEAST_NUMBER, NARROW, NORMAL_STEPS
 from triptych.kernels.codegen.numba_runtime import (
     LANES,
     from_half,
@@ -23,28 +24,33 @@ from triptych.kernels.floats import nth_largest
 FP16_MAX = np.float32(65504.0)
 FLOAT8_MAX = np.float32(448.0)
 LEAST_SCALE = np.float32(2.0**-24)
+LEAST_STEP = np.float32(LEAST_NUMBER)
 
-Part = namedtuple("Part", "codes byte_stride token_stride metadata bits groups kind scales limited")
+Part = namedtuple(
+    "Part",
+    "codes byte_stride token_stride metadata bits groups kind scales limited segments tokens",
+)
 """Layout of the keys or the values of a page: offsets and strides in bytes.
 
 ``kind``: what codes are. ``scales``: offset of the scales of the axis that has no zeros, in
 balanced formats: of tokens for keys, of channels for values; 0: there are none. ``limited``: how
-many of the largest magnitudes of a vector become the next one.
+many of the largest magnitudes of a vector become the next one. ``segments``: a byte for each
+segment of a key, bits and 16 times the sixteenths of the channels, the first one lowest.
+``tokens``: how many a page has.
 """
 PART_WORDS = len(Part._fields)
 
-RANGE, FLOAT8, BY_CHANNEL = range(3)
-"""Codes divide the range of a token's vector, are float8 numbers, or divide the range of a channel
-in a page."""
-
-COPY, NARROW, REQUANTIZE = range(3)
-"""Conversions of a vector from one format to another."""
+RANGE, FLOAT8, BY_CHANNEL, BY_NORM, SEGMENTS = range(5)
+"""Codes divide the range of a token's vector, are float8 numbers, divide the range of a channel in
+a page, or are steps by the norm of a vector, or by that of each segment."""
+STEPS_OF_1, STEPS_OF_2, STEPS_OF_4 = (np.float32(NORMAL_STEPS[bits]) for bits in (1, 2, 4))
 
 
 @kernel
 def part_of(words):
     return Part(
-        words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7], words[8]
+        words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7], words[8],
+        words[9], words[10],
     )  # fmt: skip
 
 
@@ -60,12 +66,20 @@ def encode(numbers, part, page, row, codes):
         for channel in range(len(numbers)):
             halves[channel] = to_half(_saturate(numbers[channel]))
         return
+    if part.kind == SEGMENTS:
+        _encode_segments(numbers, part, page, row, codes)
+        return
     if part.limited:
         _limit(numbers, part.limited)
     width = len(numbers) // part.groups
     for group in range(part.groups):
         inside = slice(group * width, (group + 1) * width)
         metadata = _metadata(part, page, row, group)
+        if part.kind == BY_NORM:
+            scale = quantize_by_norm(numbers[inside], codes[inside], part.bits)
+            metadata[0] = to_half(np.float32(2.0) * scale)
+            metadata[1] = to_half(_saturate(np.float32(1 - (1 << part.bits)) * scale))
+            continue
         quantize(numbers[inside], codes[inside], part.bits, part.kind == FLOAT8, metadata)
     pack(codes, part, at)
 
@@ -78,6 +92,9 @@ def decode(part, page, row, codes, numbers):
         halves = carray(pointer(at), len(numbers), np.uint16)
         for channel in range(len(numbers)):
             numbers[channel] = from_half(halves[channel])
+        return
+    if part.kind == SEGMENTS:
+        _decode_segments(part, page, row, codes, numbers)
         return
     unpack(part, at, codes)
     if part.kind == BY_CHANNEL:
@@ -105,6 +122,62 @@ def _decode_by_channel(part, page, row, codes, numbers):
         scale = from_half(carray(pointer(page + part.scales + 2 * row), 1, np.uint16)[0])
         for channel in range(len(numbers)):
             numbers[channel] *= scale
+
+
+@inlined
+def _encode_segments(numbers, part, page, row, codes):
+    """Quantize and pack each segment of a key, and write its scale."""
+    at, channel, index = page + part.codes + row * part.token_stride, 0, 0
+    left = part.segments
+    while left:
+        bits, channels = left & 15, ((left >> 4) & 15) * len(numbers) // 16
+        inside = slice(channel, channel + channels)
+        scale = carray(
+            pointer(page + part.metadata + 2 * (index * part.tokens + row)), 1, np.uint16
+        )
+        scale[0] = to_half(quantize_by_norm(numbers[inside], codes[inside], bits))
+        _pack(codes[inside], bits, part.byte_stride, at)
+        at += channels * bits // 8 * part.byte_stride
+        channel, index, left = channel + channels, index + 1, left >> 8
+
+
+@inlined
+def _decode_segments(part, page, row, codes, numbers):
+    at, first, index = page + part.codes + row * part.token_stride, 0, 0
+    left = part.segments
+    while left:
+        bits, channels = left & 15, ((left >> 4) & 15) * len(numbers) // 16
+        halves = carray(
+            pointer(page + part.metadata + 2 * (index * part.tokens + row)), 1, np.uint16
+        )
+        scale, top = from_half(halves[0]), np.float32((1 << bits) - 1)
+        _unpack(codes[first : first + channels], bits, part.byte_stride, at)
+        for channel in range(first, first + channels):
+            odd = np.float32(2.0) * np.float32(codes[channel]) - top
+            numbers[channel] = odd * scale
+        at += channels * bits // 8 * part.byte_stride
+        first, index, left = first + channels, index + 1, left >> 8
+
+
+@kernel
+def quantize_by_norm(numbers, codes, bits):
+    """Codes of a vector, and its scale as float16, as ``quantizer.encode_by_norm`` has them."""
+    total = np.float64(0.0)
+    for channel in range(len(numbers)):
+        number = np.float64(_saturate(numbers[channel]))
+        total += number * number
+    norm, top = np.float32(np.sqrt(total)), np.float32((1 << bits) - 1)
+    unit = STEPS_OF_1 if bits == 1 else (STEPS_OF_2 if bits == 2 else STEPS_OF_4)
+    share = np.float32(np.float64(unit) / np.sqrt(np.float64(len(numbers))))
+    step, half = max(norm * share, LEAST_STEP), np.float32(1 << (bits - 1))
+    squares = np.float32(0.0)
+    for channel in range(len(numbers)):
+        code = np.floor(_saturate(numbers[channel]) / step) + half
+        code = min(max(code, np.float32(0.0)), top)
+        odd = np.float32(2.0) * code - top
+        squares += odd * odd
+        codes[channel] = np.uint8(np.int32(code))
+    return from_half(to_half(norm / np.sqrt(squares)))
 
 
 @inlined
@@ -167,16 +240,20 @@ def round_vector(numbers, codes, metadata, bits, groups, is_float, times):
 @inlined
 def pack(codes, part, at):
     """Pack codes to bytes at address ``at``, ``part.byte_stride`` bytes apart."""
-    count = len(codes) * part.bits // 8
-    packed = carray(pointer(at), count * part.byte_stride, np.uint8)
-    stride = part.byte_stride
-    if part.bits == 8:
+    _pack(codes, part.bits, part.byte_stride, at)
+
+
+@inlined
+def _pack(codes, bits, stride, at):
+    count = len(codes) * bits // 8
+    packed = carray(pointer(at), count * stride, np.uint8)
+    if bits == 8:
         for index in range(count):
             packed[index * stride] = codes[index]
-    elif part.bits == 4:
+    elif bits == 4:
         for index in range(count):
             packed[index * stride] = codes[index] | (codes[count + index] << 4)
-    elif part.bits == 2:
+    elif bits == 2:
         for index in range(count):
             packed[index * stride] = (
                 codes[index]
@@ -195,13 +272,18 @@ def pack(codes, part, at):
 @inlined
 def unpack(part, at, codes):
     """Unpack bytes at address ``at`` to codes; the inverse of ``pack``."""
-    count = len(codes) * part.bits // 8
-    packed = carray(pointer(at), count * part.byte_stride, np.uint8)
-    mask = np.uint8((1 << part.bits) - 1)
-    for share in range(8 // part.bits):
-        shift = share * part.bits
+    _unpack(codes, part.bits, part.byte_stride, at)
+
+
+@inlined
+def _unpack(codes, bits, stride, at):
+    count = len(codes) * bits // 8
+    packed = carray(pointer(at), count * stride, np.uint8)
+    mask = np.uint8((1 << bits) - 1)
+    for share in range(8 // bits):
+        shift = share * bits
         for index in range(count):
-            codes[share * count + index] = (packed[index * part.byte_stride] >> shift) & mask
+            codes[share * count + index] = (packed[index * stride] >> shift) & mask
 
 
 @inlined
@@ -217,6 +299,13 @@ def _copy(source, read_page, read_row, target, write_page, write_row, channels):
     else:
         for index in range(count):
             new[index * target.byte_stride] = old[index * source.byte_stride]
+    left, index = source.segments, 0
+    while left:
+        at = 2 * (index * source.tokens + read_row)
+        to = 2 * (index * target.tokens + write_row)
+        scale = carray(pointer(write_page + target.metadata + to), 1, np.uint16)
+        scale[0] = carray(pointer(read_page + source.metadata + at), 1, np.uint16)[0]
+        left, index = left >> 8, index + 1
     for group in range(source.groups):
         metadata = _metadata(target, write_page, write_row, group)
         old_metadata = _metadata(source, read_page, read_row, group)

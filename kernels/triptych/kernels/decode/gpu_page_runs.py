@@ -13,8 +13,10 @@ from triptych.kernels.triton.page_access import (
     halves,
     halves_at,
     metadata_of,
+    part_total,
     positions_of,
     query_part,
+    segment_scales,
     sliced_dot,
     split_parts,
     token_scales,
@@ -129,6 +131,7 @@ def attend_pages(
     READS: tl.constexpr = (FORM.tokens + READ - 1) // READ
     PARTS: tl.constexpr = FORM.parts_of_value
     split = transposed(split)
+    totals = segment_totals(split, FORM, EXACT)
     digits = ()
     if FORM.has_byte_keys:
         digits, total = byte_query(split, EXACT)
@@ -150,7 +153,8 @@ def attend_pages(
             arena, page_count, table, width, stride, tile, FORM, BACKWARD, listed, base
         )
         live = token < tl.minimum(count - tile * FORM.tokens, FORM.tokens)
-        key = tl.load(page + key_at)
+        if FORM.key_widths == 0:
+            key = tl.load(page + key_at)
         value = units_of(page + FORM.values, value_at, FORM.value_units, FORM.value_tile)
         scale, zero = metadata_of(page, token, live, FORM, False)
         if FORM.by_channel:
@@ -160,6 +164,14 @@ def attend_pages(
             if FORM.is_balanced:
                 logits = logits * token_scales(page, token, live, FORM)[:, None]
             logits = logits * factor
+        elif FORM.key_widths > 0:
+            logits = tl.zeros([READ, HEADS], tl.float32)
+            SEGMENTS: tl.constexpr = FORM.key_segments
+            for at in tl.static_range(len(SEGMENTS)):
+                logits = plus_segment_of_page(
+                    logits, split, totals, page, inside, token, live, at, FORM, EXACT
+                )
+            logits = logits * (unit * factor)[None, :]
         else:
             key_scale, key_zero = metadata_of(page, token, live, FORM, True)
             if FORM.has_byte_keys:
@@ -211,6 +223,51 @@ def page_logits(
         high, low = split[share]
         logits = added(logits, tl.trans(codes), high, low, EXACT, FORM.slices)
     return logits
+
+
+@triton.jit
+def segment_totals(split, FORM: tl.constexpr, EXACT: tl.constexpr):
+    """The sum of a query's numbers in each segment of keys, [heads] each; none without segments."""
+    totals = ()
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    for at in tl.static_range(len(SEGMENTS)):
+        totals = totals + (segment_total(split, at, FORM, EXACT),)
+    return totals
+
+
+@triton.jit
+def segment_total(split, at: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr):
+    """The sum of a query's numbers in one segment of keys, [heads]."""
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    BITS: tl.constexpr = SEGMENTS[at][0]
+    PART: tl.constexpr = SEGMENTS[at][4]
+    total = part_total(split[PART][0], split[PART][1], 0, EXACT)
+    for share in tl.static_range(1, 8 // BITS):
+        total += part_total(split[PART + share][0], split[PART + share][1], 0, EXACT)
+    return total
+
+
+@triton.jit
+def plus_segment_of_page(
+    logits, split, totals, page, row, token, live, at: tl.constexpr, FORM: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """``logits`` [tokens, heads] plus the products of a query with one segment of a page's keys."""
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    BITS: tl.constexpr = SEGMENTS[at][0]
+    UNITS: tl.constexpr = SEGMENTS[at][2]
+    START: tl.constexpr = SEGMENTS[at][3]
+    PART: tl.constexpr = SEGMENTS[at][4]
+    TOP: tl.constexpr = 2**BITS - 1
+    unit = tl.arange(0, FORM.key_tile)
+    near = (START + unit)[:, None] * FORM.key_unit_stride + row[None, :] * FORM.key_stride
+    units = tl.load(page + near, mask=(unit < UNITS)[:, None], other=0)
+    some = tl.zeros_like(logits)
+    for share in tl.static_range(8 // BITS):
+        codes = tl.trans(unpacked(units, BITS, share, False, FORM.has_asm))
+        some = added(some, codes, split[PART + share][0], split[PART + share][1], EXACT)
+    scale = segment_scales(page, token, live, at, FORM)
+    return logits + (2.0 * some - TOP * totals[at][None, :]) * scale[:, None]
 
 
 @triton.jit

@@ -48,9 +48,11 @@ def query_floats(group: int, head_dim: int) -> int:
 def scratch_floats(step: PageStep) -> int:
     """Floats of logits [G, padded tokens], rescale factors [G] and zero terms [G].
 
-    For keys with scales by channel also those of a page's queries, as ``query_floats``.
+    For keys with scales by channel also those of a page's queries, as ``query_floats``. For keys
+    with segments also the sum of each query's numbers in each segment.
     """
-    own = query_floats(1, step.layout.head_dim) * step.layout.format.codes_whole_pages
+    form = step.layout.format
+    own = query_floats(1, step.layout.head_dim) * form.codes_whole_pages + len(form.key_widths)
     return step.group * (_padded_tokens(step.layout) + 2 + own)
 
 
@@ -105,6 +107,22 @@ def _tiles(items: list, size: int) -> list[list]:
     return [items[start : start + step] for start in range(0, len(items), step)]
 
 
+@dataclass(frozen=True, slots=True)
+class _KeyPart:
+    """Channels of keys with codes of the same bits: a segment, or all of them."""
+
+    index: int
+    bits: int
+    channel: int
+    """The first one."""
+    byte: int
+    """Of a key, with which its codes begin."""
+    units: int
+    """Packed bytes, or 16-bit numbers."""
+    scales: int | None
+    """Byte offset of the scales of a page's tokens; None: scales and zeros are of whole keys."""
+
+
 class _PageStepEmitter:
     def __init__(self, builder: ir.IRBuilder, step: PageStep, arguments: tuple) -> None:
         self.emit_ = Emitter(builder)
@@ -119,10 +137,11 @@ class _PageStepEmitter:
     def emit(self) -> None:
         if self.layout.format.codes_whole_pages:
             self._scale_query()
-        if self.layout.is_channel_major:
-            self._logits_by_channel()
-        else:
-            self._logits_by_token()
+        for part in self._parts_of_key():
+            if self.layout.is_channel_major:
+                self._logits_by_channel(part)
+            else:
+                self._logits_by_token(part)
         if self.step.is_scoring:
             self._add_scores()
         else:
@@ -156,68 +175,120 @@ class _PageStepEmitter:
             e.store(total, e.byte(own, 4 * (group * dim + head)))
         self.query = own
 
-    def _logits_by_channel(self) -> None:
+    def _parts_of_key(self) -> list[_KeyPart]:
+        """The segments of keys, or one part; the sums of the queries in segments are stored."""
+        e, form, dim = self.emit_, self.layout.format, self.layout.head_dim
+        segments = form.key_segments(dim)
+        if not segments:
+            units = dim if form.key_bits == 16 else dim * form.key_bits // 8
+            return [_KeyPart(0, form.key_bits, 0, 0, units, None)]
+        for index, each in enumerate(segments):
+            for head in range(self.step.group):
+                total = FLOAT(0.0)
+                for start, width in _blocks(each.channels):
+                    near = e.byte(self.query, 4 * (head * dim + each.channel + start))
+                    numbers = e.load(near, vector(FLOAT, width))
+                    total = self.build.fadd(total, e.total(numbers))
+                e.store(total, self._segment_sum(index, head))
+        return [
+            _KeyPart(
+                index,
+                each.bits,
+                each.channel,
+                each.byte,
+                each.channels * each.bits // 8,
+                self.layout.offsets[1] + 2 * index * self.layout.tokens,
+            )
+            for index, each in enumerate(segments)
+        ]
+
+    def _scaled(self, part: _KeyPart, head: int, dot: Value, scales: Value, at: Value) -> Value:
+        """The logits after a segment, given products of queries and codes: ``scales`` times those
+        with ``2 * code - top``, and those of earlier segments, which are at ``at``."""
+        e, lanes = self.emit_, None if dot.type == FLOAT else dot.type.count
+        total = e.load(self._segment_sum(part.index, head), FLOAT)
+        offset = self.build.fmul(total, FLOAT(1.0 - 2.0**part.bits))
+        wide = offset if lanes is None else e.splat(offset, lanes)
+        twice = self.build.fadd(self.build.fadd(dot, dot), wide)
+        if part.index == 0:
+            return self.build.fmul(twice, scales)
+        return self.build.fadd(self.build.fmul(twice, scales), e.load(at, dot.type))
+
+    def _logits_by_channel(self, part: _KeyPart) -> None:
         """Dot products for keys [channel bytes, tokens]: a query number times a row of codes."""
         e, form, dim = self.emit_, self.layout.format, self.layout.head_dim
-        rows = dim * form.key_bits // 8
+        rows = part.units
+        first = e.byte(self.page, part.byte * self.layout.tokens)
         blocks = list(range(0, self.padded, self.lanes))
         for heads in _tiles(list(range(self.step.group)), self.room):
             for tile in _tiles(blocks, self.room // len(heads)):
                 sums = {(g, t): self._zeros(self.lanes) for g in heads for t in tile}
                 with e.loop(I64(rows)) as row:
-                    if heads[0] == tile[0] == 0:
+                    if heads[0] == tile[0] == part.index == 0:
                         self._prefetch(row, rows)
-                    line = e.byte(self.page, self.build.mul(row, I64(self.layout.tokens)))
+                    line = e.byte(first, self.build.mul(row, I64(self.layout.tokens)))
                     parts = [
                         e.widen(
                             e.byte(line, t),
-                            form.key_bits,
+                            part.bits,
                             self.lanes,
                             is_float=form.has_float_codes,
                         )
                         for t in tile
                     ]
-                    for share in range(8 // form.key_bits):
+                    for share in range(8 // part.bits):
                         for g in heads:
-                            near = e.byte(self.query, 4 * (g * dim + share * rows))
+                            channel = part.channel + share * rows
+                            near = e.byte(self.query, 4 * (g * dim + channel))
                             number = e.load(self._element(near, row), FLOAT)
                             wide = e.splat(number, self.lanes)
                             for t, codes in zip(tile, parts, strict=True):
                                 self._add_product(sums[g, t], codes[share], wide)
                 for (g, t), slot in sums.items():
-                    e.store(self.build.load(slot), self._logit(g, t))
+                    dot, at = self.build.load(slot), self._logit(g, t)
+                    if part.scales is not None:
+                        scales = self._halves(part.scales + 2 * t)
+                        dot = self._scaled(part, g, dot, scales, at)
+                    e.store(dot, at)
 
-    def _logits_by_token(self) -> None:
+    def _logits_by_token(self, part: _KeyPart) -> None:
         """Dot products for keys [tokens, channel bytes]: a row of codes times the query."""
         e, form, dim = self.emit_, self.layout.format, self.layout.head_dim
-        unit = 2 if form.key_bits == 16 else 1
-        units = self.layout.format.segment_token_bytes(dim)[0] // unit
+        unit, units = 2 if form.key_bits == 16 else 1, part.units
+        of_token = form.segment_token_bytes(dim)[0]
         blocks = _blocks(units)
         widths = sorted({width for _, width in blocks})
         with e.loop(self.live) as token:
-            self._prefetch(token, self.layout.tokens)
-            line = e.byte(self.page, self.build.mul(token, I64(units * unit)))
+            if part.index == 0:
+                self._prefetch(token, self.layout.tokens)
+            line = e.byte(self.page, self.build.mul(token, I64(of_token)))
             for heads in _tiles(list(range(self.step.group)), self.room // len(widths)):
                 sums = {
                     (g, w): ir.Constant(vector(FLOAT, w), [0.0] * w) for g in heads for w in widths
                 }
                 for start, width in blocks:
                     codes = e.widen(
-                        e.byte(line, start * unit),
-                        form.key_bits,
+                        e.byte(line, part.byte + start * unit),
+                        part.bits,
                         width,
                         is_float=form.has_float_codes,
                     )
-                    for share, part in enumerate(codes):
+                    for share, some in enumerate(codes):
                         for g in heads:
-                            near = e.byte(self.query, 4 * (g * dim + share * units + start))
+                            channel = part.channel + share * units + start
+                            near = e.byte(self.query, 4 * (g * dim + channel))
                             numbers = e.load(near, vector(FLOAT, width))
-                            sums[g, width] = e.fma(part, numbers, sums[g, width])
+                            sums[g, width] = e.fma(some, numbers, sums[g, width])
                 for g in heads:
                     dot = FLOAT(0.0)
                     for width in widths:
                         dot = self.build.fadd(dot, e.total(sums[g, width]))
-                    e.store(dot, self._element(self._logit(g, 0), token))
+                    at = self._element(self._logit(g, 0), token)
+                    if part.scales is not None:
+                        near = e.byte(e.byte(self.page, part.scales), self.build.mul(token, I64(2)))
+                        scale = self.build.fpext(e.load(near, HALF), FLOAT)
+                        dot = self._scaled(part, g, dot, scale, at)
+                    e.store(dot, at)
 
     def _softmax(self) -> None:
         """Compute the weights of value codes from logits, and rescale the running sums."""
@@ -373,6 +444,11 @@ class _PageStepEmitter:
     def _zero_term(self, head: int) -> Value:
         return self.emit_.byte(self.scratch, 4 * (self.step.group * (self.padded + 1) + head))
 
+    def _segment_sum(self, index: int, head: int) -> Value:
+        """The sum of a query's numbers in a segment; there are none of pages encoded whole."""
+        floats = self.step.group * (self.padded + 2 + index) + head
+        return self.emit_.byte(self.scratch, 4 * floats)
+
     def _output(self, head: int, channel: int) -> Value:
         return self.emit_.byte(self.state, 4 * (head * self.layout.head_dim + channel))
 
@@ -419,15 +495,21 @@ class _PageStepEmitter:
     def _key_metadata(self, start: int, live: Value) -> tuple[Value, ...] | None:
         """Scales and zeros of a block of keys; only scales, if zeros belong to channels."""
         form = self.layout.format
+        if form.key_widths:
+            return None
         if not form.codes_whole_pages:
             return self._metadata(1, start, live)
         return (self._token_scales(start),) if form.is_balanced else None
 
     def _token_scales(self, start: int) -> Value:
         """Scales of the keys of a block of tokens; those of tokens that are not live may be NaN."""
+        return self._halves(self.layout.token_scales + 2 * start)
+
+    def _halves(self, offset: int) -> Value:
+        """16-bit numbers of a block of tokens, as float32."""
         e, lanes = self.emit_, self.lanes
-        at = e.byte(self.page, self.layout.token_scales + 2 * start)
-        return self.build.fpext(e.load(at, vector(HALF, lanes)), vector(FLOAT, lanes))
+        near = e.byte(self.page, offset)
+        return self.build.fpext(e.load(near, vector(HALF, lanes)), vector(FLOAT, lanes))
 
     def _bias(self, start: int, live: Value) -> Value | None:
         """Biases of a block of tokens, 0 for those that are not live; None if there are none."""

@@ -41,6 +41,54 @@ def halves_at(at, live):
 
 
 @triton.jit
+def odd_codes(start, channel, FORM: tl.constexpr):
+    """Numbers ``2 * code - top`` of channels of keys with segments, fp16 [keys, channels].
+
+    start: pointers [keys, 1] to the first byte of each key. Channels that keys do not have are 0.
+    """
+    byte = tl.zeros_like(channel)
+    shift = tl.zeros_like(channel)
+    top = tl.zeros_like(channel)
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    for at in tl.static_range(len(SEGMENTS)):
+        byte, shift, top = placed_in(channel, byte, shift, top, at, FORM)
+    mask = (channel < FORM.dim)[None, :]
+    packed = tl.load(start + byte[None, :] * FORM.key_unit_stride, mask=mask, other=0).to(tl.int32)
+    codes = (packed >> shift[None, :]) & top[None, :]
+    return (2 * codes - top[None, :]).to(tl.float16)
+
+
+@triton.jit
+def placed_in(channel, byte, shift, top, at: tl.constexpr, FORM: tl.constexpr):
+    """Byte, shift and largest code of channels, with those of one segment filled in."""
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    BITS: tl.constexpr = SEGMENTS[at][0]
+    FIRST: tl.constexpr = SEGMENTS[at][1]
+    UNITS: tl.constexpr = SEGMENTS[at][2]
+    START: tl.constexpr = SEGMENTS[at][3]
+    inside = in_segment(channel, at, FORM)
+    place = tl.where(inside, channel - FIRST, 0)
+    byte = tl.where(inside, START + place % UNITS, byte)
+    shift = tl.where(inside, place // UNITS * BITS, shift)
+    return byte, shift, tl.where(inside, 2**BITS - 1, top)
+
+
+@triton.jit
+def in_segment(channel, at: tl.constexpr, FORM: tl.constexpr):
+    """Mask of the channels in a segment of keys."""
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    FIRST: tl.constexpr = SEGMENTS[at][1]
+    END: tl.constexpr = SEGMENTS[at][1] + SEGMENTS[at][2] * (8 // SEGMENTS[at][0])
+    return (channel >= FIRST) & (channel < END)
+
+
+@triton.jit
+def segment_scales(page, row, live, at: tl.constexpr, FORM: tl.constexpr):
+    """Scales of a segment of keys; 0 where not live."""
+    return halves_at(page + FORM.key_metadata + 2 * (at * FORM.tokens + row), live)
+
+
+@triton.jit
 def token_scales(page, row, live, FORM: tl.constexpr):
     """Scales of the keys of tokens of balanced pages; 0 where not live."""
     return halves_at(page + FORM.token_scales + 2 * row, live)
@@ -175,8 +223,11 @@ def query_part(
 ):  # fmt: skip
     """Channels of one part of a key, for all query heads of a group: float32 [heads, key_tile]."""
     unit = tl.arange(0, FORM.key_tile)
-    at = query + heads[:, None] * FORM.dim + share * FORM.key_units + unit[None, :]
-    mask = (heads < G)[:, None] & (unit < FORM.key_units)[None, :]
+    PARTS: tl.constexpr = FORM.key_parts
+    FIRST: tl.constexpr = PARTS[share][0]
+    UNITS: tl.constexpr = PARTS[share][1]
+    at = query + heads[:, None] * FORM.dim + FIRST + unit[None, :]
+    mask = (heads < G)[:, None] & (unit < UNITS)[None, :]
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -265,10 +316,16 @@ def tile_logits(
     The tensor cores multiply the query by *codes*; scale and zero are applied to the result:
     q * (s c + z) = s (q * c) + z sum(q).
     """
-    units = key_units(page, row, live, FORM)
     if FORM.key_bits == 16:
+        units = key_units(page, row, live, FORM)
         out = products(split[0][0], split[0][1], tl.trans(units), EXACT, FORM.slices)
+    elif FORM.key_widths > 0:
+        out = tl.zeros([split[0][0].shape[0], row.shape[0]], tl.float32)
+        SEGMENTS: tl.constexpr = FORM.key_segments
+        for at in tl.static_range(len(SEGMENTS)):
+            out = plus_segment(out, split, page, row, live, at, FORM, EXACT)
     else:
+        units = key_units(page, row, live, FORM)
         codes = part_codes(units, FORM.key_bits, 0, FORM.is_float)
         out = products(split[0][0], split[0][1], tl.trans(codes), EXACT, FORM.slices)
         PARTS: tl.constexpr = FORM.parts_of_key
@@ -278,6 +335,39 @@ def tile_logits(
         scale, zero = metadata_of(page, row, live, FORM, True)
         out = out * scale[None, :] + total[:, None] * zero[None, :]
     return out
+
+
+@triton.jit
+def plus_segment(
+    out, split, page, row, live, at: tl.constexpr, FORM: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """``out`` plus the products of a query with one segment of the keys of a tile."""
+    SEGMENTS: tl.constexpr = FORM.key_segments
+    BITS: tl.constexpr = SEGMENTS[at][0]
+    UNITS: tl.constexpr = SEGMENTS[at][2]
+    START: tl.constexpr = SEGMENTS[at][3]
+    PART: tl.constexpr = SEGMENTS[at][4]
+    TOP: tl.constexpr = 2**BITS - 1
+    unit = tl.arange(0, FORM.key_tile)
+    near = row[:, None] * FORM.key_stride + (START + unit)[None, :] * FORM.key_unit_stride
+    units = tl.load(page[:, None] + near, mask=(unit < UNITS)[None, :], other=0)
+    some = tl.zeros_like(out)
+    total = tl.sum(some, 1)
+    for share in tl.static_range(8 // BITS):
+        codes = tl.trans(part_codes(units, BITS, share, False))
+        some += products(split[PART + share][0], split[PART + share][1], codes, EXACT)
+        total += part_total(split[PART + share][0], split[PART + share][1], 1, EXACT)
+    scale = segment_scales(page, row, live, at, FORM)
+    return out + (2.0 * some - TOP * total[:, None]) * scale[None, :]
+
+
+@triton.jit
+def part_total(high, low, AXIS: tl.constexpr, EXACT: tl.constexpr):
+    """The sum of the numbers of a query's part that products take."""
+    total = tl.sum(high.to(tl.float32), AXIS)
+    if EXACT:
+        total += tl.sum(low.to(tl.float32), AXIS)
+    return total
 
 
 @triton.jit
@@ -361,6 +451,15 @@ def numbers_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr)
         at = units_at(page, row, channel, FORM, KEYS)
         mask = live[:, None] & (channel < FORM.dim)[None, :]
         numbers = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    elif KEYS and FORM.key_widths > 0:
+        start = page[:, None] + row[:, None] * FORM.key_stride
+        numbers = odd_codes(start, channel, FORM).to(tl.float32)
+        scales = tl.zeros_like(numbers)
+        SEGMENTS: tl.constexpr = FORM.key_segments
+        for at in tl.static_range(len(SEGMENTS)):
+            scale = segment_scales(page, row, live, at, FORM)[:, None]
+            scales = tl.where(in_segment(channel, at, FORM)[None, :], scale, scales)
+        numbers = numbers * scales
     else:
         codes = codes_of(page, row, live, channel, FORM, KEYS)
         numbers = numbers_of_codes(codes, FORM.is_float).to(tl.float32)

@@ -7,6 +7,7 @@ from functools import cache
 
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
+from triptych.kernels.codec.quantizer import step_share
 from triptych.kernels.page_lists import PageLists
 from triptych.kernels.pages import Section
 from triptych.kernels.triton.launch import Argument, has_asm, is_for_amd, power_of_two
@@ -39,17 +40,23 @@ class Form:
     tokens: int
     dim: int
     parts_of_key: int
-    """Parts of a key, each of ``key_units`` channels."""
+    """Parts of a key, each of ``key_units`` channels, or of those of ``key_parts``."""
     parts_of_value: int
     key_bits: int
     key_units: int
-    """Units of a key: packed bytes, or fp16 numbers; equals the channels of one part."""
+    """Units of a key: packed bytes, or fp16 numbers; equals the channels of one part. Of a key with
+    segments the most bytes of one."""
     key_tile: int
     """The smallest power of two that is at least ``key_units`` and ``MIN_DOT``."""
     key_stride: int
     """From one token to the next, in units."""
     key_unit_stride: int
     """From one unit to the next, in units."""
+    key_bytes: int
+    """Units of a key as it is stored, with all segments."""
+    key_widths: int
+    """A digit for each segment of a key, to the base 256: bits, and 16 times the sixteenths of the
+    channels that it has, the first one lowest; 0: all channels have the same bits."""
     key_metadata: int
     value_bits: int
     value_units: int
@@ -67,6 +74,8 @@ class Form:
     key_limited: int
     """How many of the largest magnitudes of a key become the next one."""
     value_limited: int
+    by_norm: bool
+    """Whether codes are steps by the norm of a vector or segment."""
     scores: int
     has_bias: bool
     """Whether logit biases are in the place of scores."""
@@ -90,7 +99,39 @@ class Form:
 
         Tensor cores multiply 32 of them at a time.
         """
-        return not (self.is_float or self.by_channel or self.by_tile) and self.key_tile >= MIN_BYTES
+        is_other = self.is_float or self.by_channel or self.by_tile or self.key_widths > 0
+        return not is_other and self.key_tile >= MIN_BYTES
+
+    @property
+    def key_segments(self) -> tuple[tuple[int, int, int, int, int, float], ...]:
+        """Bits, first channel, bytes, first byte and first part of each segment of a key, and the
+        step of its codes as a share of its norm."""
+        found = list[tuple[int, int, int, int, int, float]]()
+        channel, byte, part, left = 0, 0, 0, self.key_widths
+        while left:
+            bits, channels = left % 16, left // 16 % 16 * self.dim // 16
+            units = channels * bits // 8
+            found.append((bits, channel, units, byte, part, step_share(bits, channels)))
+            channel, byte, part = channel + channels, byte + units, part + 8 // bits
+            left >>= 8
+        return tuple(found)
+
+    @property
+    def key_parts(self) -> tuple[tuple[int, int], ...]:
+        """First channel and channels of each part of a key."""
+        if not self.key_widths:
+            units = self.key_units
+            return tuple((share * units, units) for share in range(self.parts_of_key))
+        return tuple(
+            (channel + share * units, units)
+            for bits, channel, units, *_ in self.key_segments
+            for share in range(8 // bits)
+        )
+
+    @property
+    def value_step(self) -> float:
+        """The step of codes of values as a share of their norm."""
+        return step_share(self.value_bits, self.dim)
 
     @property
     def key_alignment(self) -> int:
@@ -107,7 +148,12 @@ class Form:
         Not a field, since compilers put those into symbols.
         """
         bits = f"k{self.key_bits}v{self.value_bits}"
-        kinds = {"fp8": self.is_float, "kvarn": self.is_balanced, "kivi": self.by_channel}
+        kinds = {
+            "fp8": self.is_float,
+            "kvarn": self.is_balanced,
+            "kivi": self.by_channel,
+            "block_gtq": self.by_norm,
+        }
         plain = "fp16" if self.key_bits == 16 else bits
         name = next((kind for kind, holds in kinds.items() if holds), plain)
         return f"{name} small" if self.parts > 1 else name
@@ -150,18 +196,23 @@ def _form_of(layout: PageLayout, has_asm: bool, slices: int) -> Form:
     )
     page_tile = max(MIN_DOT, power_of_two(layout.tokens))
     key_strides = (1, layout.tokens) if layout.is_channel_major else (key_units, 1)
+    segments, key_bytes = form.key_segments(dim), key_units
+    if segments:
+        key_units = max(each.channels * each.bits // 8 for each in segments)
     return Form(
         page_bytes=layout.size_bytes,
         parts=layout.parts,
         tokens=layout.tokens,
         dim=dim,
-        parts_of_key=max(1, 8 // form.key_bits),
+        parts_of_key=sum(8 // each.bits for each in segments) or max(1, 8 // form.key_bits),
         parts_of_value=max(1, 8 // form.value_bits),
         key_bits=form.key_bits,
         key_units=key_units,
         key_tile=max(MIN_DOT, power_of_two(key_units)),
         key_stride=key_strides[0],
         key_unit_stride=key_strides[1],
+        key_bytes=key_bytes,
+        key_widths=form.width_digits,
         key_metadata=at[1],
         value_bits=form.value_bits,
         value_units=value_units,
@@ -175,6 +226,7 @@ def _form_of(layout: PageLayout, has_asm: bool, slices: int) -> Form:
         channel_scales=layout.channel_scales,
         key_limited=form.limited_numbers(dim)[0],
         value_limited=form.limited_numbers(dim)[1],
+        by_norm=form.has_norms,
         scores=at[4],
         has_bias=layout.has_bias,
         positions=at[5],

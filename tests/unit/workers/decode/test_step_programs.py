@@ -24,7 +24,12 @@ from triptych.kernels.codegen.native import multiplies_bytes
 from triptych.workers.decode.steps import step_programs
 from triptych.workers.decode.steps.step_programs import StepPrograms
 from triptych.workers.local import Completion, LocalServer
-from triptych.workers.models.kv_rotation import BasisCoordinates, Coordinates, LatentCoordinates
+from triptych.workers.models.kv_rotation import (
+    BasisCoordinates,
+    Coordinates,
+    LatentCoordinates,
+    PairCoordinates,
+)
 from triptych.workers.models.load import load
 from triptych.workers.models.runner import ModelRunner
 
@@ -142,5 +147,6 @@ def test_only_plain_coordinates_are_those_of_a_program(tmp_path: Path) -> None:
     centre = torch.zeros(3, 2, 32)
     bases = torch.eye(32).expand(2, 3, 2, 32, 32)
     assert ModelRunner(loaded, Coordinates(centre)).centred_blocks is not None
-    for other in (None, BasisCoordinates(centre, bases), LatentCoordinates(centre)):
+    others = BasisCoordinates(centre, bases), PairCoordinates(centre, bases[0])
+    for other in (None, *others, LatentCoordinates(centre)):
         assert ModelRunner(loaded, other).centred_blocks is None

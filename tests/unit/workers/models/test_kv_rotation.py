@@ -1,5 +1,7 @@
 """Attention in rotated, centred coordinates is the attention of the model."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,13 @@ from triptych.core.layout import Geometry
 from triptych.core.policy import KVRotation
 from triptych.kernels.hadamard import hadamard
 from triptych.workers.models.attention_interface import LayerTraits
-from triptych.workers.models.kv_rotation import BasisCoordinates, Coordinates, pack_bases
+from triptych.workers.models.kv_rotation import (
+    BasisCoordinates,
+    Coordinates,
+    PairCoordinates,
+    hartley,
+    pack_bases,
+)
 
 
 def dense(
@@ -146,3 +154,63 @@ def test_pages_hold_vectors_in_the_basis_of_their_head() -> None:
     other = torch.tensor([[[0.0, 1.0, -2.0, 3.0], [5.0, 4.0, 6.0, 7.0]]]) @ hadamard(4)
     for part, want in zip(seen, (turned, turned, other), strict=True):
         assert torch.allclose(part, want, atol=1e-5)
+
+
+def random_orders(rows: int, pairs: int) -> Tensor:
+    return torch.stack([torch.randperm(pairs) for _ in range(rows)])
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_in_the_order_of_pairs_is_that_of_the_model(dim: int, dtype: torch.dtype) -> None:
+    geometry = Geometry(layers=3, kv_heads=2, head_dim=dim)
+    packed = torch.randn(3, 2, dim).mul(4).half().numpy().tobytes()
+    order = random_orders(6, dim // 2).to(torch.uint8).numpy().tobytes()
+    coordinates = Coordinates.of(
+        KVRotation(rotated=True, key_centre=packed, pair_order=order), geometry
+    )
+    assert isinstance(coordinates, PairCoordinates)
+    query, key, value = torch.randn(11, 6, dim), torch.randn(11, 2, dim), torch.randn(11, 2, dim)
+    for layer in range(3):
+        exact = [part.to(dtype) for part in (query, key, value)]
+        mixed = coordinates.around(dense)(layer, *exact, LayerTraits(scale=0.2))
+        want = dense(layer, *(part.float() for part in exact), LayerTraits(scale=0.2))
+        assert mixed.dtype == dtype
+        assert torch.allclose(mixed.float(), want, atol=2e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_a_segment_of_a_page_holds_the_pairs_that_the_order_gives_it() -> None:
+    """Keys of 16 channels, of which one segment has pairs (3, 11) and (0, 8), and so on; the mean
+    key is subtracted before, and values are rotated alone."""
+    order, seen = torch.tensor([[3, 0, 7, 1, 2, 4, 5, 6]]), list[Tensor]()
+    geometry = Geometry(layers=1, kv_heads=1, head_dim=16)
+
+    def watch(_layer: int, query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+        seen.extend((query, key, value))
+        return query
+
+    centre = torch.randn(1, 1, 16).half()
+    rotation = KVRotation(
+        rotated=True,
+        key_centre=centre.numpy().tobytes(),
+        pair_order=order.to(torch.uint8).numpy().tobytes(),
+    )
+    coordinates = Coordinates.of(rotation, geometry)
+    assert coordinates is not None
+    vectors = torch.randn(5, 1, 16)
+    coordinates.around(watch)(0, vectors, vectors, vectors, LayerTraits(scale=1.0))
+    query, key, value = (part[:, 0] for part in seen)
+    assert torch.allclose(value, vectors[:, 0] @ hadamard(16), atol=1e-6)
+    given = vectors[:, 0], vectors[:, 0] - centre[0, 0].float()
+    for turned, before in zip((query, key), given, strict=True):
+        for first, pairs in ((0, [3, 0]), (4, [7, 1]), (8, [2, 4, 5, 6])):
+            channels = [*pairs, *(pair + 8 for pair in pairs)]
+            want = before[:, channels] @ hartley(len(channels)).float()
+            assert torch.allclose(turned[:, first : first + len(channels)], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [4, 8, 10, 24])
+def test_hartleys_matrix_is_its_own_inverse(count: int) -> None:
+    matrix = hartley(count)
+    assert torch.allclose(matrix @ matrix, torch.eye(count, dtype=torch.float64), atol=1e-12)
+    assert float(matrix.abs().max()) <= math.sqrt(2 / count) + 1e-12

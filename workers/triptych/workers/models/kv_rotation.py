@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from triptych.core.layout import Geometry
+from triptych.core.layout import FORMATS, Geometry
 from triptych.core.policy import KVRotation
 from triptych.kernels import rotate_back, rotate_kv
 from triptych.kernels.hadamard import hadamard
@@ -45,6 +45,8 @@ class Coordinates:
             centre = torch.from_numpy(packed).view(shape)
         if kv_rotation.bases:
             return BasisCoordinates.of_bases(kv_rotation.bases, centre, geometry, device)
+        if kv_rotation.pair_order:
+            return PairCoordinates.of_order(kv_rotation.pair_order, centre, geometry, device)
         kind = LatentCoordinates if geometry.has_latents else cls
         return kind((centre @ hadamard(geometry.head_dim)).to(device))
 
@@ -128,6 +130,73 @@ class BasisCoordinates(Coordinates):
         parts = in_bases(query, of_keys), in_bases(key, of_keys), in_bases(value, of_values)
         mixed = super()._attend(attend, layer, *parts, traits, sinks)
         return in_bases(mixed, of_values.mT).to(query.dtype)
+
+
+@dataclass(frozen=True)
+class PairCoordinates(Coordinates):
+    """Channels of the keys of each head are ordered by energy, and mixed inside their segment.
+
+    The matrix of a head is followed by the Hadamard matrix, which it begins with, so the product is
+    that order and mixing alone. Values are rotated by the Hadamard matrix.
+
+    Source: Block-GTQ (channels of equal bits together, and a rotation of each segment)
+    """
+
+    bases: Tensor
+    """Of keys: [layers, kv_heads, head_dim, head_dim] float32, orthogonal."""
+
+    @classmethod
+    def of_order(
+        cls, packed: bytes, centre: Tensor, geometry: Geometry, device: torch.device | None
+    ) -> "PairCoordinates":
+        """``packed``: as ``KVRotation.pair_order``; ``centre``: mean keys [layers, heads, dim]."""
+        order = torch.from_numpy(np.frombuffer(packed, np.uint8).astype(np.int64))
+        ordered = order_matrices(order.view(*centre.shape[:2], -1), geometry.head_dim)
+        bases = ordered @ hadamard(geometry.head_dim)
+        return cls(in_bases(centre, ordered).to(device), bases.to(device))
+
+    def _attend(
+        self,
+        attend: Attend,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        of_keys = self.bases[layer]
+        parts = in_bases(query, of_keys), in_bases(key, of_keys), value
+        return super()._attend(attend, layer, *parts, traits, sinks).to(query.dtype)
+
+
+def order_matrices(order: Tensor, dim: int) -> Tensor:
+    """Matrices that put channels in the order of their pairs, and mix those of a segment.
+
+    A segment is mixed by Hartley's matrix, which exists for any number of channels, is its own
+    inverse, and has no number above sqrt(2 / n).
+
+    Shapes: order int64 [..., d/2] -> [..., d, d] float32, orthogonal
+    """
+    mixing = torch.zeros(dim, dim, dtype=torch.float64)
+    unit = torch.eye(dim, dtype=torch.float64)
+    channels = list[Tensor]()
+    for _, first, count, _ in FORMATS["block_gtq"].key_segments(dim):
+        pairs = order[..., first // 2 : (first + count) // 2]
+        channels += [pairs, pairs + dim // 2]
+        mixing[first : first + count, first : first + count] = hartley(count)
+    permuted = unit[torch.cat(channels, -1)].mT
+    return (permuted @ mixing).float()
+
+
+def hartley(count: int) -> Tensor:
+    """The symmetric orthogonal matrix (cos + sin)(2 pi i j / n) / sqrt(n), float64 [n, n].
+
+    Source: Hartley, A More Symmetrical Fourier Analysis (1942); Bracewell's discrete transform
+    """
+    index = torch.arange(count, dtype=torch.float64)
+    angle = 2 * torch.pi / count * torch.outer(index, index).remainder(count)
+    return (angle.cos() + angle.sin()) / count**0.5
 
 
 def in_bases(vectors: Tensor, bases: Tensor) -> Tensor:

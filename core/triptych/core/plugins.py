@@ -35,5 +35,6 @@ POLICY_NAMES = PluginNames(
         "kvcrush",
         "tangram",
         "compresskv",
+        "epicache",
     ),
 )

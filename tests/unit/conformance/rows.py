@@ -104,7 +104,8 @@ def settings_of(method: str, model: Path | None = None) -> Mapping[str, object]:
     masses = {"mass_high": 0.4, "mass_low": 0.1}
     is_calibrated = model is not None and method in ("tangram", "compresskv", "oscar")
     profile = {"profile": profile_beside(model)} if is_calibrated and model else {}
-    return {**DIFFKV, "policy": method, **masses, "learned": learned, **profile}
+    blocks = {"block_tokens": 16}
+    return {**DIFFKV, "policy": method, **masses, "learned": learned, **profile, **blocks}
 
 
 def compress(

@@ -401,12 +401,15 @@ class PagePlan:
         """Whether tokens of a prompt are dropped while it is read."""
         return self.policy.reads_in_blocks
 
+    def of_floor(self, floor: str) -> "PagePlan":
+        """The plan by which prefill reads prompts of requests with a floor: with ``high`` none of
+        their tokens is dropped."""
+        return self._without_blocks if floor == "high" and self.reads_in_blocks else self
+
     @cached_property
-    def keeping_all(self) -> "PagePlan":
-        """The plan of requests whose floor is ``high``, of which no token is dropped."""
+    def _without_blocks(self) -> "PagePlan":
         rule = self.policy.retention
-        if rule is None or not self.reads_in_blocks:
-            return self
+        assert rule is not None
         whole = replace(self.policy, retention=replace(rule, block_tokens=0))
         return replace(self, policy=whole, others=())
 

@@ -20,7 +20,7 @@ to the turn before."""
 MOST_TURN_TOKENS = 256
 """A longer turn is divided, so that a text without turns has episodes too."""
 MOST_EPISODES = 4
-"""Clusters, as in the paper; fewer if there are fewer turns."""
+"""Most clusters; fewer if there are few turns."""
 ROUNDS = 20
 """Most rounds of k-means."""
 EPISODE_WEIGHT = 2.0

@@ -139,7 +139,7 @@ class ByteModel:
 
     def of_floor(self, floor: Floor) -> Self:
         """The model of requests with a floor: with ``high`` none of their tokens is dropped."""
-        plan = self.plan.keeping_all if floor == "high" else self.plan
+        plan = self.plan.of_floor(floor)
         return self if plan is self.plan else replace(self, plan=plan)
 
     def _stored_tokens(self, prompt_tokens: int) -> int:

@@ -143,7 +143,7 @@ class PrefillEngine:
                 continue
             # An unknown method is refused when its prompt starts.
             plan = self.plan.by_method.get(request.method, self.plan)
-            layers_per_part = plan.layers_of(request.known_tokens)
+            layers_per_part = plan.of_floor(request.floor).layers_of(request.known_tokens)
             layerwise = (
                 LayerwisePrefill(encoder, message.reader, layers_per_part) if encoder else None
             )
@@ -273,8 +273,7 @@ class PrefillEngine:
 
     def _prompt(self, pending: PendingRequest) -> Prompt:
         request = pending.request
-        plan = self.plan.of_method(request.method)
-        plan = plan.keeping_all if request.floor == "high" else plan
+        plan = self.plan.of_method(request.method).of_floor(request.floor)
         blocks_of = 0 if request.is_scored else request.known_prompt_tokens
         rounded = plan.rounded_tokens(blocks_of)
         prompt = Prompt(

@@ -125,7 +125,8 @@ class Prompt:
         if self.bounded is not None:
             return self.bounded.row_tokens
         layers, kv_heads, _ = self.pages.shape
-        return np.full(layers * kv_heads, self.request.known_tokens, np.int32)
+        every: NDArray[np.int32] = np.full(layers * kv_heads, self.request.known_tokens, np.int32)
+        return every
 
     @property
     def token_s(self) -> float:

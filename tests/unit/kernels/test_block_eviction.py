@@ -11,7 +11,14 @@ from triptych.kernels.retain import (
     layer_budgets,
     lost_attention,
 )
-from triptych.kernels.retain.episodes import EPISODE_WEIGHT, MOST_TURN_TOKENS, clusters, turns_of
+from triptych.kernels.retain.episodes import (
+    CHANNELS,
+    EPISODE_WEIGHT,
+    MOST_TURN_TOKENS,
+    clusters,
+    turn_embeddings,
+    turns_of,
+)
 
 INF = float("inf")
 
@@ -65,13 +72,24 @@ def test_turns_cover_a_prompt_in_order(tokens: list[int]) -> None:
 
 
 def test_the_opening_of_an_answer_belongs_to_the_question() -> None:
-    tokens = [*[1] * 9, 0, *[2] * 300, 0, *[3] * 9, 0, 4, 4]
+    """Short turns are one with the next, long ones are divided."""
+    tokens = [*[1] * 9, 0, *[2] * 60, 0, *[2] * 300, 0, *[3] * 9, 0, 4, 4]
     assert turns_of(tokens, {0}) == [
-        range(10),
-        range(10, 160),
-        range(160, 311),
-        range(311, 323),
+        range(71),
+        range(71, 221),
+        range(221, 372),
+        range(372, 384),
     ]
+
+
+def test_tokens_of_few_turns_tell_what_a_turn_is_about() -> None:
+    """Token 7 is in all turns and counts for nothing, 9 twice in one of three: 2 log 3."""
+    found = turn_embeddings([7, 9, 9, 7, 5, 7, 5], [range(3), range(3, 5), range(5, 7)])
+    assert found.shape == (3, CHANNELS)
+    assert found[:, 7].tolist() == [0, 0, 0]
+    torch.testing.assert_close(found[0, 9], 2 * torch.tensor(3.0).log())
+    torch.testing.assert_close(found[1, 5], torch.tensor(1.5).log())
+    assert found.count_nonzero() == 3
 
 
 def test_clusters_are_those_of_the_directions() -> None:

@@ -79,7 +79,7 @@ def _load_context(
         stages=stages,
     )
     two_way = describe_vision(model_path).two_way
-    check_blocks(plan, model, two_way=two_way)
+    check_blocks(plan, two_way=two_way)
     return ModelContext(
         ModelRunner(model, Coordinates.of(plan.policy.kv_rotation, plan.geometry, device)),
         OutputFactory(model, config.context_tokens(model.context_tokens)),

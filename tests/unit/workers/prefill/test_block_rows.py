@@ -30,7 +30,7 @@ from triptych.kernels.retain import (
     layer_budgets,
     lost_attention,
 )
-from triptych.kernels.retain.episodes import turns_of
+from triptych.kernels.retain.episodes import turn_embeddings, turns_of
 from triptych.router import ByteModel
 from triptych.workers.local import LocalServer
 from triptych.workers.models.attention_interface import LayerTraits
@@ -166,11 +166,8 @@ def test_pages_hold_the_tokens_that_block_after_block_leaves(
     """What one pass of the model in float32 chooses; budgets depend on all layers at once."""
     plan, masked = stages.plan, MaskedModel(tiny_model)
     turns = turns_of(PROMPT, {1})
-    table = stages.engines["prefill"].runner.embed(torch.tensor(PROMPT))
-    weights = episode_weights(
-        torch.stack([table[turn.start : turn.stop].mean(0) for turn in turns]), turns
-    )
-    assert len(turns) == len(ENDS)
+    weights = episode_weights(turn_embeddings(PROMPT, turns), turns)
+    assert len(turns) == 4
     assert len(weights.unique()) == 2
     budgets: list[int] | None = None
     for _ in range(2):

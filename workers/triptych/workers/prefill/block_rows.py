@@ -28,11 +28,9 @@ from triptych.kernels.retain import (
     layer_budgets,
     lost_attention,
 )
-from triptych.kernels.retain.episodes import turns_of
+from triptych.kernels.retain.episodes import turn_embeddings, turns_of
 from triptych.kernels.retain.retention_budgets import MOST_TIMES
 from triptych.workers.device import Device
-from triptych.workers.models.runner import Runner
-from triptych.workers.models.traits import ModelTraits
 
 Ids = NDArray[np.int32]
 
@@ -180,37 +178,27 @@ class BlockRows:
         self._used[layer] = used
 
 
-def question_weights(
-    runner: Runner, tokens: Sequence[int], ends: Collection[int], device: Device
-) -> Tensor:
+def question_weights(tokens: Sequence[int], ends: Collection[int], device: Device) -> Tensor:
     """Weights of the tokens of a prompt by the episode of its last turn, float32 [tokens].
 
     ``ends``: tokens that end a turn.
     """
     turns = turns_of(tokens, ends)
-    ids = [np.array(tokens[turn.start : turn.stop], np.int64) for turn in turns]
-    means = [runner.embed(device.put(of_turn)).float().mean(0) for of_turn in ids]
-    return episode_weights(torch.stack(means), turns)
+    return episode_weights(turn_embeddings(tokens, turns), turns).to(device.name)
 
 
-def check_blocks(plan: PagePlan, traits: ModelTraits, *, two_way: bool) -> None:
+def check_blocks(plan: PagePlan, *, two_way: bool) -> None:
     """Raise ConfigError for models whose prompts cannot be read in blocks.
 
     ``two_way``: whether the tokens of an image read each other, so that no block may divide it.
     """
     in_blocks = [name for name, one in plan.by_method.items() if one.reads_in_blocks]
-    if not in_blocks or (traits.plain is not None and not two_way):
-        return
-    reason = (
-        "the tokens of an image attend to each other in both directions, which no block may divide"
-        if two_way
-        else "turns are compared by token embeddings, which are known for plain layers only "
-        "(docs/models.md)"
-    )
-    raise ConfigError(
-        f"compressor: {in_blocks[0]!r} cannot read prompts of this model in blocks: {reason}; "
-        "choose another method, such as 'snapkv'"
-    )
+    if in_blocks and two_way:
+        raise ConfigError(
+            f"compressor: {in_blocks[0]!r} cannot read prompts of this model in blocks: the tokens "
+            "of an image attend to each other in both directions, which no block may divide; "
+            "choose another method, such as 'snapkv'"
+        )
 
 
 def _compact(parts: Segments, page: Tensor, row: Tensor, kept: Tensor, sums: Tensor) -> None:

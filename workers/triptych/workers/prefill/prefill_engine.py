@@ -315,7 +315,7 @@ class PrefillEngine:
         prompt.layers = layers
         if policy.reads_in_blocks:
             prompt.pages, ends = ids, self.answers.model.eos_token_ids
-            weights = question_weights(self.runner, prompt.request.known, ends, self.device)
+            weights = question_weights(prompt.request.known, ends, self.device)
             prompt.bounded = BlockRows(prompt.plan, tokens, ids, weights)
             shape = len(layers), self.runner.num_heads, prompt.bounded.most_slots
             prompt.attention = torch.zeros(shape, device=self.device.name)

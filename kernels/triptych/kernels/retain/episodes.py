@@ -30,7 +30,7 @@ ROUNDS = 20
 """Most rounds of k-means."""
 CHANNELS = 4096
 """Numbers of an embedding; tokens whose ids are equal modulo this share one."""
-EPISODE_WEIGHT = 8.0
+EPISODE_WEIGHT = 32.0
 """Weight of the scores of tokens in the episode of the question; those of others have weight 1."""
 
 

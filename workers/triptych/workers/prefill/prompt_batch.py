@@ -124,9 +124,8 @@ class Prompt:
         """Tokens that each head row of its pages stores."""
         if self.bounded is not None:
             return self.bounded.row_tokens
-        layers, kv_heads, _ = self.pages.shape
-        every: NDArray[np.int32] = np.full(layers * kv_heads, self.request.known_tokens, np.int32)
-        return every
+        rows = self.pages.shape[0] * self.pages.shape[1]
+        return np.repeat(np.int32(self.request.known_tokens), rows)
 
     @property
     def token_s(self) -> float:

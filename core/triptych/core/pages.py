@@ -122,6 +122,7 @@ class PagePlan:
         plan = plan.with_measurements(config, profile, learned)
         for one in plan.by_method.values():
             one.check_formats()
+            _check_blocks(one)
         plan = replace(plan, prefix_bytes=plan.bytes_for_prefixes(config.pool))
         compress = any(one.compresses for one in plan.by_method.values())
         # A group of layers is encoded before its decode worker, and with it an arena, is chosen.
@@ -381,6 +382,44 @@ class PagePlan:
         leaving = ready if rest >= self.retire_tokens else max(0, ready - rest)
         return leaving // chunk * chunk
 
+    def kept_tokens(self, tokens: int) -> int:
+        """Tokens of a head row that are stored of a prompt of ``tokens`` tokens that is read in
+        blocks, the mean over head rows: at least the sink and the newest ones; all of them without
+        blocks."""
+        rule = self.policy.retention
+        if rule is None or not self.reads_in_blocks:
+            return tokens
+        return min(tokens, max(rule.most_tokens(tokens), self.full_recent_tokens))
+
+    def raw_row_pages(self, tokens: int) -> int:
+        """Raw pages of a head row of a prompt, the mean over head rows: of all tokens, or of the
+        budget and a block.
+
+        Layers with budgets of their own fill one page more than the mean says.
+        """
+        rule = self.policy.retention
+        if rule is None or not self.reads_in_blocks:
+            return self.raw.pages(tokens)
+        most = self.kept_tokens(tokens) + rule.block_tokens
+        return self.raw.pages(tokens) if tokens <= most else self.raw.pages(most) + 1
+
+    @property
+    def reads_in_blocks(self) -> bool:
+        """Whether tokens of a prompt are dropped while it is read."""
+        return self.policy.reads_in_blocks
+
+    def of_floor(self, floor: str) -> "PagePlan":
+        """The plan by which prefill reads prompts of requests with a floor: with ``high`` none of
+        their tokens is dropped."""
+        return self._without_blocks if floor == "high" and self.reads_in_blocks else self
+
+    @cached_property
+    def _without_blocks(self) -> "PagePlan":
+        rule = self.policy.retention
+        assert rule is not None
+        whole = replace(self.policy, retention=replace(rule, block_tokens=0))
+        return replace(self, policy=whole, others=())
+
     def encoded_tokens(self, leaving: int) -> int:
         """High and low tokens of each head row, dropped ones included, of ``leaving`` tokens.
 
@@ -425,7 +464,8 @@ class PagePlan:
     def compresses_all_layers(self) -> bool:
         """Whether all layers of a prompt are compressed together, however long it is."""
         is_layerwise = self.layers_at_once > 0 and self.compresses
-        return not is_layerwise or self.merges or self.keeps_raw or self.policy.compares_layers
+        is_whole = self.policy.compares_layers or self.reads_in_blocks
+        return not is_layerwise or self.merges or self.keeps_raw or is_whole
 
     @property
     def layer_group_bounds(self) -> tuple[int, ...]:
@@ -672,6 +712,16 @@ class PagePlan:
     def raw_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of ``tokens`` tokens in 16 bits, without page overhead."""
         return 2 * tokens * self.geometry.token_numbers
+
+
+def _check_blocks(plan: PagePlan) -> None:
+    """Raise ConfigError for models whose layers drop tokens of a prompt by another rule."""
+    if plan.reads_in_blocks and plan.has_windows:
+        raise ConfigError(
+            f"compressor: {plan.policy.name!r} drops tokens of each layer while a prompt is read, "
+            "and this model has layers with a sliding window, whose tokens are dropped by their "
+            "positions: choose another method, such as 'snapkv'"
+        )
 
 
 def _check_latents(plan: PagePlan) -> None:

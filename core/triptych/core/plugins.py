@@ -37,5 +37,6 @@ POLICY_NAMES = PluginNames(
         "kvcrush",
         "tangram",
         "compresskv",
+        "epicache",
     ),
 )

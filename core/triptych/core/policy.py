@@ -80,9 +80,16 @@ class Retention:
         """Whether what is measured is a sum of attention."""
         return self.measured in ("attention", "retrieval_attention")
 
+    block_tokens: int = 0
+    """Tokens of a block of a prompt that is read in bounded memory: tokens are dropped down to the
+    budget after each block. 0: the rule is applied once, to the whole prompt."""
+    most_kept: int = 0
+    """Most tokens of a head row that are kept, the mean over head rows; 0: any number."""
+
     def most_tokens(self, prompt_tokens: int) -> int:
         """The tokens of a head row that are kept of a prompt, the mean over head rows."""
-        return round(self.keep_share * prompt_tokens)
+        share = round(self.keep_share * prompt_tokens)
+        return min(share, self.most_kept) if self.most_kept else share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +267,11 @@ class Policy:
         parts = (self,) if self.images is None else (self, self.images)
         rules = (part.retention for part in parts if part.retention is not None)
         return next((rule for rule in rules if rule.last_queries is not None), None)
+
+    @property
+    def reads_in_blocks(self) -> bool:
+        """Whether tokens of a prompt are dropped while it is read, after each block of it."""
+        return self.retention is not None and self.retention.block_tokens > 0
 
     @property
     def observes_attention(self) -> bool:

@@ -117,7 +117,8 @@ def settings_of(method: str, model: Path | None = None) -> Mapping[str, object]:
     calibrated = "tangram", "compresskv", "oscar", "block_gtq"
     is_calibrated = model is not None and method in calibrated
     profile = {"profile": profile_beside(model)} if is_calibrated and model else {}
-    return {**DIFFKV, "policy": method, **masses, "learned": learned, **profile}
+    blocks = {"block_tokens": 16}
+    return {**DIFFKV, "policy": method, **masses, "learned": learned, **profile, **blocks}
 
 
 def compress(

@@ -229,7 +229,9 @@ def test_the_byte_model_grows_with_tokens(name: str, prompt: int, more: int) -> 
     assert now.compressed == then.compressed <= now.grown <= then.grown
     if prompt + more > plan.full_recent_tokens:  # of fewer tokens decode moves none to other pages
         assert then.grown <= now.compressed + then.growth
-    assert model.estimate(prompt + more, 0).grown == then.grown
+    assert model.grown_bytes(prompt + more) >= then.grown
+    if not plan.reads_in_blocks:
+        assert model.estimate(prompt + more, 0).grown == then.grown
 
 
 @pytest.mark.parametrize("name", METHODS_TO_TEST)

@@ -85,7 +85,7 @@ CODECS = (
 )
 """Beside the default: seven methods with a rotation, as it has one."""
 OF_PROFILES = (
-    *("h2o:generate", "compresskv", "tangram", "cake"),
+    *("h2o:generate", "compresskv", "tangram", "cake", "epicache"),
     *("leankv", "uniform:k2v2", "uniform:fp16"),
 )
 """Beside the default: rules that drop tokens, of which some need a profile, and other methods."""

@@ -24,6 +24,7 @@ from triptych.workers.models.kv_rotation import Coordinates
 from triptych.workers.models.load import load
 from triptych.workers.models.runner import ModelRunner
 from triptych.workers.models.vision.vision_traits import describe_vision
+from triptych.workers.prefill.block_rows import check_blocks
 from triptych.workers.prefill.prefill_engine import PrefillEngine
 from triptych.workers.prefill.prompt_statistics import known_frequencies
 from triptych.workers.sampling.output import OutputFactory
@@ -77,10 +78,12 @@ def _load_context(
         prompts=config.prefill.quantization,
         stages=stages,
     )
+    two_way = describe_vision(model_path).two_way
+    check_blocks(plan, two_way=two_way)
     return ModelContext(
         ModelRunner(model, Coordinates.of(plan.policy.kv_rotation, plan.geometry, device)),
         OutputFactory(model, config.context_tokens(model.context_tokens)),
-        describe_vision(model_path).two_way,
+        two_way,
         known_frequencies(plan, model),
     )
 

@@ -207,10 +207,11 @@ class CompressorConfig:
     significant ones in ``high_format`` and drops others or stores them in ``low_format``;
     ``leankv`` decides by their share of all attention; ``saw_int4``, ``fp8``, ``kivi``, ``kivi:2``,
     ``kvarn``, ``oscar`` and ``block_gtq`` store all tokens in formats of their own;
-    ``streaming_llm``, ``knorm``, ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``, ``tova``, ``expected_attention``,
-    ``cake``, ``kvcrush``, ``tangram`` and ``compresskv`` keep ``keep_share`` of a prompt's tokens,
-    in ``high_format``, and ``h2o:generate`` as many while it generates; ``kvmerger`` merges tokens
-    with alike keys until as many are left; ``learned:merge``, ``learned:paper`` and
+    ``streaming_llm``, ``knorm``, ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``,
+    ``tova``, ``expected_attention``, ``cake``, ``kvcrush``, ``tangram`` and ``compresskv`` keep
+    ``keep_share`` of a prompt's tokens, in ``high_format``, ``epicache`` does so while it reads the
+    prompt block by block, and ``h2o:generate`` keeps as many while it generates; ``kvmerger``
+    merges tokens with alike keys until as many are left; ``learned:merge``, ``learned:paper`` and
     ``learned:score`` use networks trained for the model (``learned``); ``module:object`` is a
     policy of your own (docs/extending.md).
     ``<method>/<method>``, as in ``uniform:k8v4/snapkv``: the second one decides about the tokens of
@@ -258,6 +259,14 @@ class CompressorConfig:
     """Share of a prompt's tokens that retention rules keep (``snapkv``, ``h2o``, ...), or
     ``kvmerger`` leaves, with the first and the newest ones; requests of these methods use no cached
     prefixes."""
+
+    block_tokens: int = 512
+    """``epicache``: tokens of a prompt that are read before tokens are dropped down to the budget
+    again."""
+
+    keep_tokens: int = 0
+    """``epicache``: most tokens of a prompt that are kept, whatever ``keep_share`` is, so that the
+    memory of a prompt of any length is bounded; 0: no limit."""
 
     image_keep_share: float | Auto = "auto"
     """The same for the tokens of images, where a retention rule decides about them
@@ -318,6 +327,9 @@ class CompressorConfig:
         require(0 <= low <= high, "compressor.mass_low", low, f"0 to mass_high ({high})")
         keep = self.keep_share
         require(0 < keep <= 1, "compressor.keep_share", keep, "above 0, up to 1")
+        block, most = self.block_tokens, self.keep_tokens
+        require(block > 0, "compressor.block_tokens", block, "above 0")
+        require(most >= 0, "compressor.keep_tokens", most, "0 (no limit) or more")
         share = self.image_keep_share
         expected = "above 0, up to 1"
         require(share == "auto" or 0 < share <= 1, "compressor.image_keep_share", share, expected)

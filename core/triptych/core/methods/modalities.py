@@ -16,6 +16,12 @@ def by_modality(name: str, text: Policy, images: Policy) -> Policy:
     Raises: ConfigError naming what the two cannot share
     """
     for policy, of in ((text, "text"), (images, "images")):
+        if policy.reads_in_blocks:
+            _refuse(
+                name,
+                f"{policy.name!r} drops tokens while a prompt is read, text and images alike: name "
+                "it alone",
+            )
         if not policy.is_quantized:
             _refuse(
                 name, f"16-bit pages of prefill are not compressed ({of}): name a quantized one"

@@ -53,6 +53,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "kvcrush": "triptych.core.methods.retention.kvcrush:METHOD",
         "tangram": "triptych.core.methods.retention.tangram:METHOD",
         "compresskv": "triptych.core.methods.retention.compresskv:METHOD",
+        "epicache": "triptych.core.methods.epicache:METHOD",
     },
 )
 """Methods by name. A plug-in may be a function that makes a policy of the settings, with ``policy``

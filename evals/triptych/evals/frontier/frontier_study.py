@@ -35,7 +35,7 @@ KEPT = (0.5, 0.25)
 """Shares of the tokens that retention rules keep."""
 RETENTION = (
     *("snapkv", "h2o", "h2o:generate", "tova", "adakv", "pyramidkv", "streaming_llm", "knorm"),
-    *("keydiff", "expected_attention", "cake", "kvcrush", "tangram", "compresskv"),
+    *("keydiff", "expected_attention", "cake", "kvcrush", "tangram", "compresskv", "epicache"),
 )
 """Served, in K8V4."""
 PRUNED = ("snapkv", "h2o", "mean_attention", "pyramidkv", "streaming_llm", "knorm")

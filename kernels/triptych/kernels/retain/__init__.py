@@ -1,6 +1,13 @@
 """Retention rules: which tokens of a prompt are kept, by a score and a budget, or merged."""
 
 from triptych.kernels.retain.attention_moments import AttentionMoments, layer_preferences
+from triptych.kernels.retain.block_eviction import (
+    block_scores,
+    kept_of_block,
+    layer_budgets,
+    lost_attention,
+)
+from triptych.kernels.retain.episodes import episode_weights
 from triptych.kernels.retain.expected_attention import (
     FIRST_TOKENS,
     expected_attention,
@@ -35,11 +42,16 @@ __all__ = [
     "MergedTokens",
     "ObservedPrompt",
     "alike_sets",
+    "block_scores",
     "divided",
+    "episode_weights",
     "error_budgets",
     "expected_attention",
+    "kept_of_block",
     "largest",
+    "layer_budgets",
     "layer_preferences",
+    "lost_attention",
     "mean_rotation",
     "merge_sets",
     "newest",

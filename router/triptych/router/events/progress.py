@@ -204,7 +204,7 @@ class Progress:
     def _requeue_with_pages(self, entry: Entry, handle: KVHandle, now: float) -> None:
         """Release unused bookings of a preempted request, and queue it with its pages."""
         model = self.byte_model.of_method(entry.request.method)
-        most = model.estimate(handle.tokens, max_tokens=0).grown
+        most = model.grown_bytes(handle.tokens)
         kept = min(most, entry.sizes.grown)
         self.cluster.ledger.book(entry.id, {entry.placement.final_arena: kept})
         self.growth.preempted(entry, kept, handle.tokens)

@@ -104,7 +104,7 @@ class Submission:
         prefilled with all layers at a time, and batches of a given size go to compressors as a
         whole.
         """
-        model = self.byte_model.of_method(request.method)
+        model = self.byte_model.of_method(request.method).of_floor(request.floor)
         page_bytes = model.plan.page_bytes
         features = sum(-(-one.feature_bytes // page_bytes) for one in request.images) * page_bytes
         whole = model.estimate(request.known_tokens, left).with_features(features)

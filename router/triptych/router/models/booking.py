@@ -121,7 +121,7 @@ class BookingModel:
 
     def _bound(self, method: str, tokens: int) -> int:
         """The most bytes that ``tokens`` tokens take in the decode stage."""
-        return self.model.of_method(method).estimate(tokens, 0).grown
+        return self.model.of_method(method).grown_bytes(tokens)
 
     def first_tokens(self, booking: Booking) -> int:
         """Output tokens to book when a request starts; all if it could not be computed again."""

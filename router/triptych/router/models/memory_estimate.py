@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+from triptych.core.messages import Floor
 from triptych.core.pages import PagePlan
 
 
@@ -118,18 +119,36 @@ class ByteModel:
 
     def estimate(self, prompt_tokens: int, max_tokens: int) -> RequestBytes:
         """Bound a request of ``prompt_tokens`` and up to ``max_tokens`` output tokens."""
-        raw, compressed = (
-            self._bytes(self.plan.raw.pages(prompt_tokens)),
-            self._decode_bytes(prompt_tokens),
-        )
+        raw = self._bytes(self.plan.raw_row_pages(prompt_tokens))
+        stored = self._stored_tokens(prompt_tokens)
+        compressed = self._decode_bytes(stored)
         kept = raw if self.plan.keeps_raw and self.plan.compresses else 0
         return RequestBytes(
             raw=raw,
             encoded=compressed if self.plan.compresses else 0,
             compressed=compressed + kept,
             growth=self._growth_bytes(prompt_tokens, max_tokens),
-            grown=self._decode_bytes(prompt_tokens + max_tokens) + kept,
+            grown=self._decode_bytes(stored + max_tokens) + kept,
         )
+
+    def grown_bytes(self, tokens: int) -> int:
+        """The most that a request of ``tokens`` tokens takes in the decode stage, however they are
+        split into prompt and output."""
+        of_prompt = 0 if self.plan.reads_in_blocks else tokens
+        return self.estimate(of_prompt, tokens - of_prompt).grown
+
+    def of_floor(self, floor: Floor) -> Self:
+        """The model of requests with a floor: with ``high`` none of their tokens is dropped."""
+        plan = self.plan.of_floor(floor)
+        return self if plan is self.plan else replace(self, plan=plan)
+
+    def _stored_tokens(self, prompt_tokens: int) -> int:
+        """Tokens of which the pages of a compressed prompt are at least as many as its own.
+
+        Layers with budgets of their own fill one page more than the mean of the layers.
+        """
+        kept = self.plan.kept_tokens(prompt_tokens)
+        return min(prompt_tokens, kept + self.plan.high.tokens * self.plan.reads_in_blocks)
 
     def estimate_in_parts(self, prompt_tokens: int, max_tokens: int) -> RequestBytes | None:
         """The same with layer-wise prefill; None if the prompt cannot use it.
@@ -172,7 +191,7 @@ class ByteModel:
             if fitting < len(lengths):
                 break
         grown = range(1, context_tokens + 1)
-        total = bisect_right(grown, capacity_bytes, key=lambda n: self.estimate(n, 0).grown)
+        total = bisect_right(grown, capacity_bytes, key=self.grown_bytes)
         return ContextLimits(prompt_tokens=prompt, total_tokens=total)
 
     def _bytes(self, pages_per_row: int) -> int:

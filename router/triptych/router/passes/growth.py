@@ -91,8 +91,11 @@ class Growth:
 
     def open(self, request: Request, bound: RequestBytes, left: int) -> Booking:
         """Make the booking of a request that arrives, or that is to be computed again."""
-        # Log probabilities of a prompt are sent once, so it may not be computed again.
-        may_evict = request.sampling.prompt_logprobs < 0
+        # Log probabilities of a prompt are sent once, so it may not be computed again. Nor may a
+        # prompt of which no token is dropped, where those of others are read in bounded memory.
+        plan = self.bookings.model.plan.of_method(request.method)
+        is_whole = plan.of_floor(request.floor) is not plan
+        may_evict = request.sampling.prompt_logprobs < 0 and not is_whole
         known = request.known_tokens
         is_fixed = not (self.is_on and may_evict)
         return Booking(

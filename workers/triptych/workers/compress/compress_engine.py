@@ -58,6 +58,7 @@ from triptych.workers.compress.merged_class import merged_class
 from triptych.workers.compress.modality_report import modality_reports
 from triptych.workers.compress.prompt_merger import MergedPrompt, PromptMerger
 from triptych.workers.compress.raw_tokens import RawTokens
+from triptych.workers.compress.stored_rows import classes_of_stored, rectangular
 from triptych.workers.compress.token_judge import TokenJudge
 from triptych.workers.core_scheduler import CoreUse
 from triptych.workers.device import CPU, Device
@@ -348,11 +349,13 @@ class CompressEngine:
         return ClassPlan(high, positions, places, counts, is_fixed=True)
 
     def _attach(self, plan: PagePlan, handle: KVHandle, rows: int) -> LayerGroup:
-        _, ids = unpack_run(handle.runs[0], plan.raw, rows, self.pool.capacity_pages)
+        counts, ids = unpack_run(handle.runs[0], plan.raw, rows, self.pool.capacity_pages)
         (lease_ref,) = self.pool.attach([(handle.lease_ref, ids)])
         self._memory.touch(ids)
         sink = min(plan.sink_tokens, handle.tokens)
         leaving = range(sink, sink + plan.leaving_tokens(handle.tokens))
+        if plan.reads_in_blocks:
+            return LayerGroup(lease_ref, rectangular(ids, counts, plan.raw), leaving, counts)
         return LayerGroup(lease_ref, ids.reshape(rows, -1), leaving)
 
     def _predict(self, job: Job, group: LayerGroup, first: int, rounded: int = 0) -> None:
@@ -397,6 +400,8 @@ class CompressEngine:
         on it.
         """
         policy, raw, tokens = job.plan.policy, group.raw, job.tokens
+        if group.stored is not None:
+            return classes_of_stored(job, group, group.stored, self.device)
         if job.plan.merges and job.floor == "low":
             return [self._recent_class(group, job), merged_class(group, job, self.device)]
         rows, there = len(raw), self.device.name
@@ -485,7 +490,7 @@ class CompressEngine:
             Section(raw, put(group.raw[:, None]), put(full)),
             Section(plan.layout, put(table.pages[:, 0]), put(table.tokens[:, 0])),
             put(np.arange(rows, dtype=np.int32)),
-            plan.tokens.expand(rows, 1, -1),
+            plan.tokens.view(-1, 1, plan.tokens.shape[-1]).expand(rows, -1, -1),
             plan.places[:, None],
         )
 

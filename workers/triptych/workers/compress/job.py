@@ -28,7 +28,8 @@ class ClassPlan:
 
     layout: PageLayout
     tokens: Tensor
-    """Positions in the sequence of T tokens, ascending, int32 on the device."""
+    """Positions in the sequence of T tokens, ascending, int32 on the device. Of a prompt that was
+    read in blocks: places in the raw pages, [T] or [head rows, T]."""
     places: Tensor
     """Index of each token within its row and class, int32 [head rows, T]; negative: not in the
     class."""
@@ -115,6 +116,9 @@ class LayerGroup:
     """Raw pages, [head rows, pages of a row]."""
     leaving: range
     """Positions of the tokens that move to high and low pages."""
+    stored: Ids | None = None
+    """Tokens of each head row, if prefill has dropped some: their places in the raw pages are not
+    their positions. None: all tokens are there."""
     classes: list[ClassPlan] = field(default_factory=list[ClassPlan])
     """Recent, high, low if the policy has it, and fixed if the request has fixed pages of its own;
     empty if the policy keeps 16 bits."""

@@ -113,6 +113,8 @@ class ChunkPass:
         """Logits of a step that is a program; None: it is not."""
         if self._programs is None:
             return None
+        if any(chunk.prompt.bounded is not None for chunk in chunks):
+            return None
         for chunk in chunks:
             used = self._plan.raw.pages(chunk.start)
             self._arena.will_need(chunk.prompt.pages[:, :, :used])

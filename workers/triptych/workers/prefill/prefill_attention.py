@@ -50,10 +50,13 @@ class ChunkAttention:
         self._sequences = [part for chunk in chunks for part in chunk.sequences()]
         self._offsets = [0, *np.cumsum([part.tokens for part in self._sequences]).tolist()]
         per_page = plan.raw.tokens
-        pages = [p.prompt.pages[:, :, p.positions // per_page] for p in chunks]
-        self._pages = put(np.ascontiguousarray(np.concatenate(pages, axis=2).transpose(0, 2, 1)))
-        rows = (self._positions % per_page)[:, None].expand(-1, plan.geometry.kv_heads)
-        self._rows = rows.contiguous()
+        places = [_places(chunk, per_page) for chunk in chunks]
+        pages = np.concatenate([pages for pages, _ in places], axis=2)
+        self._pages = put(np.ascontiguousarray(pages.transpose(0, 2, 1)))
+        layers = max(len(rows) for _, rows in places)
+        rows = [np.broadcast_to(rows, (layers, rows.shape[1])) for _, rows in places]
+        of_heads = put(np.concatenate(rows, axis=1).astype(np.int32))[:, :, None]
+        self._rows = of_heads.expand(-1, -1, plan.geometry.kv_heads).contiguous()
         self._rounded = [(layout, put(mask)) for layout, mask in _rounded_tokens(chunks).items()]
         self._two_way = [part.is_two_way for part in self._sequences]
         self._is_scored = any(part.is_observed for part in self._sequences)
@@ -74,13 +77,19 @@ class ChunkAttention:
         for high, rounded in self._rounded:
             key, value = round_tokens(high, key, value, rounded)
         store_tokens(
-            memory, self._layout, key, value, self._pages[layer], self._rows, self._positions
+            memory,
+            self._layout,
+            key,
+            value,
+            self._pages[layer],
+            self._rows[layer % len(self._rows)],
+            self._positions,
         )
         past = None
         if self._past is not None and self._past_on_device is not None:
             self._arena.will_need(self._past[0][layer])
             pages, tokens = self._past_on_device
-            past = Past(memory, self._layout, pages[layer], tokens)
+            past = Past(memory, self._layout, pages[layer], tokens[layer % len(tokens)])
         sums = self._empty_sums(query.shape[1]) if self._is_scored else None
         mixed = prefill_attention(
             query.to(self._dtype),
@@ -126,6 +135,8 @@ class ChunkAttention:
     def _add_to_prompts(self, layer: int, sums: Tensor) -> None:
         for part, received in zip(self._sequences, sums, strict=True):
             attention, first, end = part.prompt.attention, part.prompt.rounded.stop, part.end
+            if part.prompt.bounded is not None:
+                end = int(part.prompt.bounded.stored(end)[layer])
             if attention is not None and part.is_observed:
                 attention[layer, :, : end - first] += received[:, first:end]
 
@@ -166,18 +177,39 @@ def _is_rounded(chunk: PrefillChunk, layout: PageLayout) -> NDArray[np.bool_]:
 
 
 def _tables_of_past(plan: PagePlan, chunks: list[PrefillChunk]) -> tuple[Ids, Ids] | None:
-    """Page tables [layers, chunks, kv_heads, pages] and tokens [chunks, kv_heads].
+    """Page tables [layers, chunks, kv_heads, pages] and tokens [layers, chunks, kv_heads], or
+    [1, chunks, kv_heads] if all layers store as many.
 
     With some layers of a prompt, its pages are of these alone.
     """
-    starts = [chunk.start for chunk in chunks]
-    if not any(starts):
+    if not any(chunk.start for chunk in chunks):
         return None
-    geometry, width = plan.geometry, plan.raw.pages(max(starts))
+    stored = [_stored(chunk) for chunk in chunks]
+    geometry, width = plan.geometry, plan.raw.pages(max(int(each.max()) for each in stored))
     layers = len(chunks[0].layers)
     table = np.zeros((layers, len(chunks), geometry.kv_heads, width), np.int32)
-    for i, chunk in enumerate(chunks):
-        used = plan.raw.pages(chunk.start)
-        table[:, i, :, :used] = chunk.prompt.pages[:, :, :used]
-    tokens = np.repeat(np.array(starts, np.int32)[:, None], geometry.kv_heads, axis=1)
-    return table, tokens
+    for i, (chunk, each) in enumerate(zip(chunks, stored, strict=True)):
+        used = plan.raw.pages(int(each.max()))
+        bounded = chunk.prompt.bounded
+        pages = chunk.prompt.pages if bounded is None else bounded.table
+        table[:, i, :, :used] = pages[:, :, :used]
+    kinds = max(len(each) for each in stored)
+    tokens = np.stack([np.broadcast_to(each, kinds) for each in stored], axis=1)
+    return table, np.repeat(tokens[:, :, None], geometry.kv_heads, axis=2)
+
+
+def _stored(chunk: PrefillChunk) -> Ids:
+    """Tokens of a row before a chunk: [1], or [layers] if these store different ones."""
+    bounded = chunk.prompt.bounded
+    return np.array([chunk.start], np.int32) if bounded is None else bounded.stored(chunk.start)
+
+
+def _places(chunk: PrefillChunk, per_page: int) -> tuple[Ids, NDArray[np.int64]]:
+    """Where the tokens of a chunk are stored: pages [layers, kv_heads, T], and rows in these,
+    [1, T], or [layers, T] if layers store different tokens."""
+    prompt, positions = chunk.prompt, chunk.positions
+    if prompt.bounded is None:
+        return prompt.pages[:, :, positions // per_page], positions[None] % per_page
+    slots = prompt.bounded.slots(positions)
+    pages = np.take_along_axis(prompt.bounded.table, slots[:, None] // per_page, axis=2)
+    return pages, slots % per_page

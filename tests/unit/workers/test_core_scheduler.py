@@ -8,6 +8,7 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,7 +135,8 @@ def test_a_large_decode_step_pauses_while_prompts_wait(
     decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
     prompts.set_working(has_more=False, has_prompts=case != "none wait")
     pauses = list[float]()
-    monkeypatch.setattr("triptych.workers.core_scheduler.time.sleep", pauses.append)
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
+    monkeypatch.setattr("triptych.workers.core_scheduler.time", clock)
     with decode.step(lambda: False):
         until = time.monotonic() + 0.03
         while time.monotonic() < until:

@@ -24,7 +24,7 @@ WHOLE = tuple(name for name, form in FORMATS.items() if form.codes_whole_pages)
 """Formats whose pages are encoded whole."""
 ALONE = tuple(name for name in FORMATS if name not in WHOLE)
 """Formats whose tokens can be written alone."""
-ROUNDED = tuple(name for name in ALONE if not FORMATS[name].is_clipped)
+ROUNDED = tuple(name for name in ALONE if FORMATS[name].repeats_codes)
 """Formats that give numbers back which were rounded to theirs."""
 LATENTS = tuple(LATENT_FORMATS)
 """Formats whose values are their keys."""
@@ -36,9 +36,10 @@ PAIRS = (
     *((old, UNTRACKED) for old in ("fp16", "k8v4")),
     (UNTRACKED, "k8v4"),
     ("k8v4", "k4v2c"),
+    ("r3a5v4", "r3a5v2"),
 )
 """Formats of moves: all pairs of usual ones, into and out of each other one, of latents, and
-those of the default."""
+those of two methods."""
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,15 @@ that whole small pages move to a page."""
 GPU_GROUPS = {256: 32, 576: 16}
 """Most query heads of a KV head that GPU kernels take, by the largest head size."""
 
-Codec = Literal["range", "float", "by_channel", "balanced"]
+Codec = Literal["range", "float", "by_channel", "balanced", "polar"]
 """How the numbers of a page become codes.
 
 ``range``: the codes of a token's vector divide its range evenly, by a scale and a zero. ``float``:
 codes are float8 numbers (e4m3), by a power of two for each token; the zero is 0. ``by_channel``: as
 ``range``, but keys have a scale and a zero for each channel of a page. ``balanced``: as
 ``by_channel``, after keys and values of a page are divided by a scale for each token and channel.
+``polar``: values as ``range``; a byte of a key holds radius and angle of the pair of channels that
+RoPE rotates together, by a step of the radius for each token; the zero is 0.
 """
 
 
@@ -42,7 +44,8 @@ codes are float8 numbers (e4m3), by a power of two for each token; the zero is 0
 class PageFormat:
     """Precision of the keys and values of a page: ``K8V4`` has 8-bit keys and 4-bit values.
 
-    ``K4V2C`` is ``K4V2`` whose values are limited (clipped) as OSCAR limits them.
+    ``K4V2C`` is ``K4V2`` whose values are limited (clipped) as OSCAR limits them. ``R3A5V4`` has a
+    radius of 3 and an angle of 5 bits for each pair of channels of a key.
     """
 
     name: str
@@ -67,6 +70,32 @@ class PageFormat:
     def has_float_codes(self) -> bool:
         """Whether codes are float8 numbers."""
         return self.codec == "float"
+
+    @property
+    def key_codec(self) -> Codec:
+        """How keys become codes."""
+        return self.codec
+
+    @property
+    def value_codec(self) -> Codec:
+        """How values become codes."""
+        return "range" if self.codec == "polar" else self.codec
+
+    @property
+    def has_polar_keys(self) -> bool:
+        """Whether codes of keys are radius and angle of the pairs that RoPE rotates."""
+        return self.codec == "polar"
+
+    @property
+    def suits_any_method(self) -> bool:
+        """Whether settings may name it for any method: tokens are written alone, in any
+        coordinates."""
+        return not (self.codes_whole_pages or self.has_polar_keys)
+
+    @property
+    def repeats_codes(self) -> bool:
+        """Whether decoded vectors have the same codes as before when they are encoded again."""
+        return not (self.is_clipped or self.has_polar_keys)
 
     @property
     def is_balanced(self) -> bool:
@@ -155,6 +184,8 @@ FORMATS: dict[str, PageFormat] = {
         PageFormat("kivi4", 4, 4, codec="by_channel"),
         PageFormat("kivi2", 2, 2, codec="by_channel"),
         PageFormat("kvarn", 4, 2, codec="balanced"),
+        PageFormat("r3a5v4", 4, 4, codec="polar"),
+        PageFormat("r3a5v2", 4, 2, codec="polar"),
     )
 }
 

@@ -452,7 +452,8 @@ class PagePlan:
     def prefix_block_tokens(self) -> int:
         """Tokens of a block of the prefix cache; 0 for methods that never use it."""
         form = self.high.format
-        is_own = self.policy.decides_by_whole_prompt or self.codes_whole_pages or form.is_clipped
+        is_own = self.policy.decides_by_whole_prompt or self.codes_whole_pages
+        is_own = is_own or not form.repeats_codes
         return 0 if is_own else self.block_tokens
 
     @property
@@ -508,7 +509,7 @@ class PagePlan:
     def rounding(self) -> PageLayout:
         """The layout to whose numbers prefill rounds the tokens that it rounds; others are rounded
         to 16 bits."""
-        is_own = self.codes_whole_pages or self.high.format.is_clipped
+        is_own = self.codes_whole_pages or not self.high.format.repeats_codes
         return self.raw if is_own else self.high
 
     def rounded_tokens(self, prompt_tokens: int) -> range:

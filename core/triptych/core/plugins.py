@@ -21,6 +21,7 @@ POLICY_NAMES = PluginNames(
         "kivi:2",
         "kvarn",
         "oscar",
+        "spherical",
         "streaming_llm",
         "knorm",
         "keydiff",

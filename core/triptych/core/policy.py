@@ -22,7 +22,7 @@ class KVRotation:
     before that: little-endian fp16 [layers, kv_heads, head_dim], or empty. With ``bases`` vectors
     of each head are multiplied by a matrix of their own before that matrix, keys by the first and
     values by the second: int8 [2, layers, kv_heads, head_dim, head_dim] in steps of 1/127, whose
-    nearest orthogonal matrices are meant.
+    nearest orthogonal matrices are meant. Without ``rotates_keys`` only values are rotated.
 
     Source: QuaRot (Hadamard rotation of keys and values); OSCAR (bases of each head); the centre is
             ours (docs/log.md)
@@ -31,6 +31,12 @@ class KVRotation:
     rotated: bool = False
     key_centre: bytes = b""
     bases: bytes = field(default=b"", repr=False)
+    rotates_keys: bool = field(default=True, repr=False)
+
+    @property
+    def has_rotated_keys(self) -> bool:
+        """Whether stored keys are rotated."""
+        return self.rotated and self.rotates_keys
 
 
 Measured = Literal["attention", "retrieval_attention", "attention_moments", "query_statistics"]
@@ -155,6 +161,11 @@ class Policy:
         if self.merger is not None:
             expected = f"a quantized format with {self.name}"
             require(self.is_quantized, "compressor.high_format", self.high_format, expected)
+        for setting, form in (("high_format", self.high_format), ("low_format", self.low_format)):
+            expected = f"a format whose keys may be rotated with {self.name}"
+            is_mixed = form is not None and page_format(form).has_polar_keys
+            mixes = is_mixed and self.kv_rotation.has_rotated_keys
+            require(not mixes, f"compressor.{setting}", form, expected)
         if self.low_format is None:
             return
         above, below = page_format(self.high_format), page_format(self.low_format)

@@ -200,10 +200,13 @@ def check_written_alone(name: str, *layouts: PageLayout) -> None:
 def check_rounded(name: str, layout: PageLayout) -> None:
     """Raise ``ConfigError`` for formats whose decoded numbers may change when encoded again."""
     check_written_alone(name, layout)
-    if layout.format.is_clipped:
+    if not layout.format.repeats_codes:
+        why = "limits the largest numbers of a vector"
+        if layout.format.has_polar_keys:
+            why = "has steps of the largest radius of a key, which decoding changes"
         raise ConfigError(
-            f"{name}: {layout.format.name} limits the largest numbers of a vector: expected a "
-            "format that gives encoded numbers back, such as k8v4"
+            f"{name}: {layout.format.name} {why}: expected a format that gives encoded numbers "
+            "back, such as k8v4"
         )
 
 

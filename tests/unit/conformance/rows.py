@@ -17,7 +17,7 @@ from tests.tiny import DIFFKV
 from tests.unit.workers.decode.test_resume import Client, Stages
 from triptych.core.head_budgets import encode_head_budgets
 from triptych.core.images import Segment
-from triptych.core.layout import Geometry
+from triptych.core.layout import FORMATS, Geometry
 from triptych.core.messages import (
     Compress,
     Compressed,
@@ -37,12 +37,14 @@ from triptych.workers.kv.handle_codec import unpack_run
 from triptych.workers.models.facts import describe
 from triptych.workers.models.kv_rotation import pack_bases
 
+PLAIN = tuple(name for name in ALONE if FORMATS[name].suits_any_method)
+"""Formats that settings may name for any method."""
 METHOD_NAMES = tuple(
     name
     for row in METHODS.builtin
-    for name in ([f"uniform:{form}" for form in ALONE] if row == "uniform" else [row])
+    for name in ([f"uniform:{form}" for form in PLAIN] if row == "uniform" else [row])
 )
-"""Each row of the table, and ``uniform`` with each format whose tokens are written alone."""
+"""Each row of the table, and ``uniform`` with each of these formats."""
 ALIKE = (
     *("streaming_llm", "knorm", "keydiff", "h2o", "snapkv", "pyramidkv", "tova"),
     *("expected_attention", "kvcrush", "tangram", "compresskv"),

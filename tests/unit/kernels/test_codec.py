@@ -24,7 +24,7 @@ from triptych.kernels import (
     store_tokens,
     transcode,
 )
-from triptych.kernels.codec.quantizer import Encoded, decode, encode, encode_floats, limit, narrow
+from triptych.kernels.codec.quantizer import Encoded, decode, encode, encode_as, limit, narrow
 from triptych.kernels.pages import segments
 
 BACKENDS = [name for name in store_tokens.backends if name != "cuda"]
@@ -72,14 +72,11 @@ def test_stored_tokens_load_as_the_quantizer_decodes_them(
     keys, values, known = load_tokens.on(backend)(arena, layout, table, tokens)
     form = layout.format
     for head, count in enumerate(tokens.tolist()):
-        coded = encode_floats if form.has_float_codes else encode
         limited = form.limited_numbers(head_dim)
-        bits = () if form.has_float_codes else (form.key_bits, 1)
-        want = decode(coded(limit(key[:, head], limited[0]), *bits))[:count]
-        assert torch.equal(keys[head, :count], want)
-        bits = () if form.has_float_codes else (form.value_bits, 1)
-        want = decode(coded(limit(value[:, head], limited[1]), *bits))[:count]
-        assert torch.equal(values[head, :count], want)
+        coded = encode_as(form.key_codec, key[:, head], form.key_bits, 1, limited[0])
+        assert torch.equal(keys[head, :count], decode(coded)[:count])
+        coded = encode_as(form.value_codec, value[:, head], form.value_bits, 1, limited[1])
+        assert torch.equal(values[head, :count], decode(coded)[:count])
         assert torch.equal(known[head, :count], positions[:count])
         assert (keys[head, count:] == 0).all()
         assert (values[head, count:] == 0).all()
@@ -405,13 +402,19 @@ def test_rounding_twice_is_rounding_once(vector: list[float], name: str) -> None
     assert torch.equal(once[1], again[1])
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("k2v2", "k2v2 limits the largest numbers"), ("r3a5v4", "r3a5v4 has steps of the largest")],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_that_are_limited_are_not_rounded(backend: str) -> None:
-    """Limiting again what was limited and decoded may change it, so no prefix is stored so."""
+def test_numbers_that_encoding_again_may_change_are_not_rounded(
+    backend: str, name: str, why: str
+) -> None:
+    """So no prefix is stored in these formats."""
     vectors = torch.randn(1, 1, 64)
-    with pytest.raises(ConfigError, match="k2v2 limits the largest numbers"):
+    with pytest.raises(ConfigError, match=why):
         round_tokens.on(backend)(
-            layout_of("k2v2", 64, "token"), vectors, vectors, torch.ones(1).bool()
+            layout_of(name, 64, "token"), vectors, vectors, torch.ones(1).bool()
         )
 
 

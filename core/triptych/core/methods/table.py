@@ -37,6 +37,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "kivi:2": "triptych.core.methods.codecs.kivi:TWO_BITS",
         "kvarn": "triptych.core.methods.codecs.kvarn:METHOD",
         "oscar": "triptych.core.methods.codecs.oscar:METHOD",
+        "spherical": "triptych.core.methods.codecs.spherical:METHOD",
         "streaming_llm": "triptych.core.methods.retention.streaming_llm:METHOD",
         "knorm": "triptych.core.methods.retention.knorm:METHOD",
         "keydiff": "triptych.core.methods.retention.keydiff:METHOD",
@@ -103,7 +104,7 @@ def offered_methods(
     so is one that needs head budgets, retrieval heads or bases which ``profile`` does not have.
     """
     kinds = _networks_for(TEXT, learned).keys()
-    uniform = [f"uniform:{form}" for form in FORMATS if not page_format(form).codes_whole_pages]
+    uniform = [f"uniform:{form}" for form in FORMATS if page_format(form).suits_any_method]
     found = list[str]()
     for name in METHODS.builtin:
         method = METHODS.load(name)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import PageFormat, PageLayout
+from triptych.core.layout import Codec, PageLayout
 from triptych.kernels.codec import codec_numba
 from triptych.kernels.codec.codec_numba import UNTRACKED
 from triptych.kernels.codec.vectors import (
@@ -16,6 +16,7 @@ from triptych.kernels.codec.vectors import (
     COPY,
     FLOAT8,
     NARROW,
+    POLAR,
     RANGE,
     REQUANTIZE,
 )
@@ -267,7 +268,7 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
     key_bytes, _, value_bytes, _, _, _ = form.segment_token_bytes(layout.head_dim)
     key_strides = (layout.tokens, 1) if layout.is_channel_major else (1, key_bytes)
     kind = FLOAT8 if form.has_float_codes else RANGE
-    key_kind = BY_CHANNEL if form.codes_whole_pages else kind
+    key_kind = BY_CHANNEL if form.codes_whole_pages else POLAR if form.has_polar_keys else kind
     scales = (layout.token_scales, layout.channel_scales) if form.is_balanced else (0, 0)
     limited = form.limited_numbers(layout.head_dim)
     keys = (
@@ -290,9 +291,15 @@ def conversion_words(source: PageLayout, target: PageLayout) -> tuple[int, ...]:
     return (
         *form_words(source),
         *form_words(target),
-        _conversion(old, (old.key_bits, old.key_groups), new, (new.key_bits, new.key_groups)),
         _conversion(
-            old, (old.value_bits, old.value_groups), new, (new.value_bits, new.value_groups)
+            (old.key_bits, old.key_groups, old.key_codec),
+            (new.key_bits, new.key_groups, new.key_codec),
+            is_clipped=new.is_clipped,
+        ),
+        _conversion(
+            (old.value_bits, old.value_groups, old.value_codec),
+            (new.value_bits, new.value_groups, new.value_codec),
+            is_clipped=new.is_clipped,
         ),
     )
 
@@ -332,17 +339,17 @@ def _coded(*part: int) -> tuple[int, ...]:
 
 
 def _conversion(
-    old: PageFormat, source: tuple[int, int], new: PageFormat, target: tuple[int, int]
+    source: tuple[int, int, Codec], target: tuple[int, int, Codec], *, is_clipped: bool
 ) -> int:
-    """The conversion of vectors; ``source``, ``target``: bits and groups."""
-    (bits, groups), (to_bits, to_groups) = source, target
+    """The conversion of vectors; ``source``, ``target``: bits, groups and codec."""
+    (bits, groups, codec), (to_bits, to_groups, to_codec) = source, target
     if bits == to_bits == 16:
         return COPY
-    if groups != to_groups or old.has_float_codes != new.has_float_codes:
+    if groups != to_groups or codec != to_codec:
         return REQUANTIZE
     if bits == to_bits:
         return COPY
-    return NARROW if to_bits < bits < 16 and not new.is_clipped else REQUANTIZE
+    return NARROW if to_bits < bits < 16 and not is_clipped else REQUANTIZE
 
 
 def _dense(vectors: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import FORMATS, PageFormat, PageLayout
+from triptych.core.layout import FORMATS, Codec, PageLayout
 from triptych.kernels.codec.gpu_pages import encode_pages
 from triptych.kernels.codec.gpu_slots import (
     append_slots,
@@ -291,8 +291,12 @@ def _conversions(source: PageLayout, target: PageLayout) -> dict[str, object]:
     return {
         "SOURCE": form_of(source),
         "TARGET": form_of(target),
-        "KEY_CONVERSION": _conversion(old, old.key_bits, new, new.key_bits),
-        "VALUE_CONVERSION": _conversion(old, old.value_bits, new, new.value_bits),
+        "KEY_CONVERSION": _conversion(
+            (old.key_bits, old.key_codec), (new.key_bits, new.key_codec), new.is_clipped
+        ),
+        "VALUE_CONVERSION": _conversion(
+            (old.value_bits, old.value_codec), (new.value_bits, new.value_codec), new.is_clipped
+        ),
     }
 
 
@@ -338,11 +342,13 @@ def _block(dim: int) -> int:
     return max(8, BLOCK_NUMBERS // power_of_two(dim))
 
 
-def _conversion(old: PageFormat, bits: int, new: PageFormat, to_bits: int) -> int:
+def _conversion(source: tuple[int, Codec], target: tuple[int, Codec], is_clipped: bool) -> int:
+    """The conversion of vectors; ``source``, ``target``: bits and codec."""
+    (bits, codec), (to_bits, to_codec) = source, target
     if bits == to_bits == 16:
         return COPY
-    if old.has_float_codes != new.has_float_codes:
+    if codec != to_codec:
         return REQUANTIZE
     if bits == to_bits:
         return COPY
-    return NARROW if to_bits < bits < 16 and not new.is_clipped else REQUANTIZE
+    return NARROW if to_bits < bits < 16 and not is_clipped else REQUANTIZE

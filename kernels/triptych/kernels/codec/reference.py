@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import PageFormat, PageLayout
+from triptych.core.layout import Codec, PageFormat, PageLayout
 from triptych.kernels.codec.page_codecs import EncodedPages, decode_pages, encode_pages
 from triptych.kernels.codec.quantizer import (
     FP16_MAX,
     Encoded,
     decode,
-    encode,
-    encode_floats,
-    limit,
+    encode_as,
     narrow,
     pack,
     unpack,
@@ -53,10 +51,11 @@ def store_tokens(
     at = pages[wanted].long(), rows[wanted].long()
     into = segments(arena, layout)
     form = layout.format
-    is_float = form.has_float_codes
     limited = form.limited_numbers(layout.head_dim)
-    keys = _coded(key[wanted], form.key_bits, form.key_groups, is_float, limited[0])
-    values = _coded(value[wanted], form.value_bits, form.value_groups, is_float, limited[1])
+    keys = encode_as(form.key_codec, key[wanted], form.key_bits, form.key_groups, limited[0])
+    values = encode_as(
+        form.value_codec, value[wanted], form.value_bits, form.value_groups, limited[1]
+    )
     _write_keys(arena, layout, at, keys)
     _write_values(arena, layout, at, values)
     if not layout.is_tracked:
@@ -122,12 +121,18 @@ def transcode(
     old, new = segments(arena, source_layout), segments(arena, target_layout)
     keys, values = _read(old, source, read)
     scores, positions = _tracked(old, source_layout, read)
-    is_float = target.has_float_codes
     is_clipped = target.is_clipped
     limited = target.limited_numbers(target_layout.head_dim) if is_clipped else (None, None)
-    keys = recode(keys, source.key_bits, target.key_bits, target.key_groups, is_float, limited[0])
+    keys = recode(
+        keys, source.key_bits, target.key_bits, target.key_groups, target.key_codec, limited[0]
+    )
     values = recode(
-        values, source.value_bits, target.value_bits, target.value_groups, is_float, limited[1]
+        values,
+        source.value_bits,
+        target.value_bits,
+        target.value_groups,
+        target.value_codec,
+        limited[1],
     )
     _write_keys(arena, target_layout, write, keys)
     _write_values(arena, target_layout, write, values)
@@ -232,21 +237,21 @@ def round_tokens(
     Shapes:  key, value [T, KH, d]; quantized [T] -> key, value [T, KH, d]
     Dtypes:  key, value float32 or bfloat16; quantized bool -> float32, numbers of float16
     Promise: ``round_tokens`` of the result is the result
-    Raises:  ConfigError for formats that limit numbers, which never become the same again
+    Raises:  ConfigError for formats whose decoded numbers may have other codes than before
     """
     check_rounded("round_tokens", layout)
     form = layout.format
     return (
-        _rounded(key, form.key_bits, form.key_groups, quantized, form.has_float_codes),
-        _rounded(value, form.value_bits, form.value_groups, quantized, form.has_float_codes),
+        _rounded(key, form.key_bits, form.key_groups, quantized, form.key_codec),
+        _rounded(value, form.value_bits, form.value_groups, quantized, form.value_codec),
     )
 
 
-def _rounded(vectors: Tensor, bits: int, groups: int, quantized: Tensor, is_float: bool) -> Tensor:
+def _rounded(vectors: Tensor, bits: int, groups: int, quantized: Tensor, codec: Codec) -> Tensor:
     exact = vectors.float().clamp(-FP16_MAX, FP16_MAX).half()
     coarse = exact.flatten(0, 1)
     for _ in range(2):
-        coarse = decode(_coded(coarse, bits, groups, is_float)).clamp(-FP16_MAX, FP16_MAX).half()
+        coarse = decode(encode_as(codec, coarse, bits, groups)).clamp(-FP16_MAX, FP16_MAX).half()
     return torch.where(quantized[:, None, None], coarse.view_as(exact), exact).float()
 
 
@@ -260,33 +265,28 @@ def recode(
     bits: int,
     to_bits: int,
     to_groups: int,
-    is_float: bool = False,
+    codec: Codec = "range",
     limited: int | None = None,
 ) -> Encoded:
     """Convert vectors to other bits and groups: copy, ``narrow``, or decode and encode again.
 
-    ``is_float``: whether the new codes are float8 numbers. ``limited``: how many numbers
-    are limited; None: the format limits none.
+    ``codec``: of the new codes. ``limited``: how many numbers are limited; None: the format limits
+    none.
     """
-    is_alike = encoded.metadata.shape[1] == to_groups and encoded.is_float == is_float
+    is_alike = encoded.metadata.shape[1] == to_groups and encoded.codec == codec
     if bits == to_bits and (bits == 16 or is_alike):
         return encoded
     if to_bits < bits < 16 and is_alike and limited is None:
         return narrow(encoded, bits, to_bits)
-    return _coded(decode(encoded), to_bits, to_groups, is_float, limited or 0)
-
-
-def _coded(vectors: Tensor, bits: int, groups: int, is_float: bool, limited: int = 0) -> Encoded:
-    return encode_floats(vectors) if is_float else encode(limit(vectors, limited), bits, groups)
+    return encode_as(codec, decode(encoded), to_bits, to_groups, limited or 0)
 
 
 def _read(parts: Segments, form: PageFormat, at: tuple[Tensor, Tensor]) -> tuple[Encoded, Encoded]:
     """Keys and values in some slots, before they are decoded."""
     keys, values = unpack(parts.keys[at], form.key_bits), unpack(parts.values[at], form.value_bits)
-    is_float = form.has_float_codes
     return (
-        Encoded(keys, parts.key_metadata[at], is_float),
-        Encoded(values, parts.value_metadata[at], is_float),
+        Encoded(keys, parts.key_metadata[at], form.key_codec),
+        Encoded(values, parts.value_metadata[at], form.value_codec),
     )
 
 

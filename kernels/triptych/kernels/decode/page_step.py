@@ -169,12 +169,7 @@ class _PageStepEmitter:
                         self._prefetch(row, rows)
                     line = e.byte(self.page, self.build.mul(row, I64(self.layout.tokens)))
                     parts = [
-                        e.widen(
-                            e.byte(line, t),
-                            form.key_bits,
-                            self.lanes,
-                            is_float=form.has_float_codes,
-                        )
+                        e.widen(e.byte(line, t), form.key_bits, self.lanes, form.key_codec)
                         for t in tile
                     ]
                     for share in range(8 // form.key_bits):
@@ -202,12 +197,8 @@ class _PageStepEmitter:
                     (g, w): ir.Constant(vector(FLOAT, w), [0.0] * w) for g in heads for w in widths
                 }
                 for start, width in blocks:
-                    codes = e.widen(
-                        e.byte(line, start * unit),
-                        form.key_bits,
-                        width,
-                        is_float=form.has_float_codes,
-                    )
+                    near = e.byte(line, start * unit)
+                    codes = e.widen(near, form.key_bits, width, form.key_codec)
                     for share, part in enumerate(codes):
                         for g in heads:
                             near = e.byte(self.query, 4 * (g * dim + share * units + start))
@@ -330,12 +321,8 @@ class _PageStepEmitter:
                     near = e.byte(self.page, self.layout.offsets[2])
                     line = e.byte(near, self.build.mul(token, I64(units * unit)))
                     for start, width in tile:
-                        codes = e.widen(
-                            e.byte(line, start * unit),
-                            form.value_bits,
-                            width,
-                            is_float=form.has_float_codes,
-                        )
+                        near = e.byte(line, start * unit)
+                        codes = e.widen(near, form.value_bits, width, form.value_codec)
                         for g in heads:
                             weight = e.load(self._element(self._logit(g, 0), token), FLOAT)
                             wide = e.splat(weight, width)

@@ -21,6 +21,7 @@ from triptych.kernels.retain.retention_scores import (
     WINDOW_TOKENS,
     newest,
 )
+from triptych.kernels.retain.tiers import Tiers, choose_tiers, value_distortions
 
 __all__ = [
     "BUDGETS",
@@ -32,6 +33,8 @@ __all__ = [
     "AttentionMoments",
     "KeyScore",
     "ObservedPrompt",
+    "Tiers",
+    "choose_tiers",
     "divided",
     "error_budgets",
     "expected_attention",
@@ -40,4 +43,5 @@ __all__ = [
     "mean_rotation",
     "newest",
     "pyramid_budgets",
+    "value_distortions",
 ]

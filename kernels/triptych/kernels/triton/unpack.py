@@ -12,6 +12,8 @@ Says Elephants Can't Run" (2022).
 import triton
 import triton.language as tl
 
+from triptych.kernels.codec import quantizer
+
 ASM = """{{
 .reg .b32 codes, factor, offset;
 and.b32 codes, $2, {mask:#010x};
@@ -36,6 +38,9 @@ def _asm(bits: int, part: int) -> str:
 
 PARTS = tuple((bits, part) for bits in (8, 4, 2, 1) for part in range(8 // bits))
 PART_ASM = tl.constexpr(tuple(_asm(*place) for place in PARTS))
+
+
+COSINES = tl.constexpr(quantizer.COSINES)
 
 
 @triton.jit
@@ -63,6 +68,47 @@ def numbers_of_codes(codes, IS_FLOAT: tl.constexpr):
         numbers = float8_of(codes)
     else:
         numbers = half_of(codes)
+    return numbers
+
+
+@triton.jit
+def cosine_of(eighth):
+    """The cosine of the middle of an eighth (0 to 7) of a quarter turn, float32.
+
+    Three levels of choices: an eighth is 4, 2 and 1 times a bit.
+    """
+    first = (eighth & 1) != 0
+    second = (eighth & 2) != 0
+    low = tl.where(
+        second, tl.where(first, COSINES[3], COSINES[2]), tl.where(first, COSINES[1], COSINES[0])
+    )
+    high = tl.where(
+        second, tl.where(first, COSINES[7], COSINES[6]), tl.where(first, COSINES[5], COSINES[4])
+    )
+    return tl.where((eighth & 4) != 0, high, low)
+
+
+@triton.jit
+def pair_numbers(pairs, is_second):
+    """A channel of each pair of a key, as ``quantizer.polar_numbers``, float32.
+
+    ``is_second``: the channel c + d/2 instead of c.
+    """
+    pairs = pairs.to(tl.int32)
+    radius = (pairs & 7).to(tl.float32)
+    eighth = (pairs >> 3) & 7
+    number = radius * cosine_of(tl.where(is_second, 7 - eighth, eighth))
+    sign = (pairs >> tl.where(is_second, 7, 6)) & 1
+    return tl.where(sign != 0, -number, number)
+
+
+@triton.jit
+def key_part(units, FORM: tl.constexpr, part: tl.constexpr):
+    """fp16 numbers of one part of packed bytes of keys."""
+    if FORM.is_polar:
+        numbers = pair_numbers(units, part == 1).to(tl.float16)
+    else:
+        numbers = unpacked(units, FORM.key_bits, part, FORM.is_float, FORM.has_asm)
     return numbers
 
 

@@ -179,7 +179,7 @@ class Selector:
         self.config, self.sections, self.tables, self._memory = config, sections, tables, memory
         dense = config.dense_layers
         self.dense_layers = (0 if plan.head_budgets else DENSE_LAYERS) if dense == "auto" else dense
-        rotated = plan.policy.kv_rotation.rotated
+        rotated = plan.policy.kv_rotation.has_rotated_keys
         num_recent = len(TableLayouts.of(plan).recent)
         retiring = {one.recent for one in plan.by_method.values() if one.compresses}
         self._summaries = [

@@ -245,7 +245,7 @@ def test_parts_say_what_they_do_and_what_they_need(row: str) -> None:
     assert (policy.merger is not None) == ("merges_tokens" in method.traits)
     assert policy.drops_tokens == ("drops_tokens" in method.traits)
     assert (policy.low_format is not None) == ("requantizes_tokens" in method.traits)
-    assert policy.kv_rotation.rotated == ("mixes_channels" in method.traits)
+    assert policy.kv_rotation.has_rotated_keys == ("mixes_channels" in method.traits)
 
 
 def plan_of(name: str) -> PagePlan:

@@ -209,8 +209,9 @@ class CompressorConfig:
     ``kvarn`` and ``oscar`` store all tokens in formats of their own; ``streaming_llm``, ``knorm``,
     ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``, ``tova``, ``expected_attention``,
     ``cake``, ``kvcrush``, ``tangram`` and ``compresskv`` keep ``keep_share`` of a prompt's tokens,
-    in ``high_format``, and ``h2o:generate`` as many while it generates; ``learned:merge``,
-    ``learned:paper`` and ``learned:score`` use networks trained
+    in ``high_format``, and ``h2o:generate`` as many while it generates; ``spherical`` chooses
+    high, low or dropped tokens of formats of its own, in ``keep_share`` of the bytes;
+    ``learned:merge``, ``learned:paper`` and ``learned:score`` use networks trained
     for the model (``learned``); ``module:object`` is a policy of your own (docs/extending.md).
     ``<method>/<method>``, as in ``uniform:k8v4/snapkv``: the second one decides about the tokens of
     images in a prompt. ``auto`` without a profile: ``uniform:k8v4``."""
@@ -255,7 +256,8 @@ class CompressorConfig:
 
     keep_share: float = 0.5
     """Share of a prompt's tokens that retention rules keep (``snapkv``, ``h2o``, ...), with the
-    first and the newest ones; requests of these methods use no cached prefixes."""
+    first and the newest ones; of their bytes with ``spherical``. Requests of these methods use no
+    cached prefixes."""
 
     image_keep_share: float | Auto = "auto"
     """The same for the tokens of images, where a retention rule decides about them

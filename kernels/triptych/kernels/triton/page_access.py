@@ -12,7 +12,7 @@ the result of the row NaN, since an error would make the host wait.
 import triton
 import triton.language as tl
 
-from triptych.kernels.triton.unpack import numbers_of_codes, pair_numbers, part_codes
+from triptych.kernels.triton.unpack import numbers_of_codes, pair_channels, pair_part, part_codes
 
 
 @triton.jit
@@ -260,7 +260,7 @@ def products(high, low, codes, EXACT: tl.constexpr, SLICES: tl.constexpr = 1):
 def key_codes(units, FORM: tl.constexpr, part: tl.constexpr):
     """fp16 numbers of one part of packed bytes of keys, without assembly."""
     if FORM.is_polar:
-        codes = pair_numbers(units, part == 1).to(tl.float16)
+        codes = pair_part(units, part)
     else:
         codes = part_codes(units, FORM.key_bits, part, FORM.is_float)
     return codes
@@ -376,7 +376,7 @@ def numbers_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr)
             at = units_at(page, row, channel % FORM.key_units, FORM, KEYS)
             mask = live[:, None] & (channel < FORM.dim)[None, :]
             pairs = tl.load(at, mask=mask, other=0)
-            numbers = pair_numbers(pairs, (channel >= FORM.key_units)[None, :])
+            numbers = pair_channels(pairs, (channel >= FORM.key_units)[None, :]).to(tl.float32)
         else:
             codes = codes_of(page, row, live, channel, FORM, KEYS)
             numbers = numbers_of_codes(codes, FORM.is_float).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Codecs of papers that are measured and not served: their formulas on cases by hand."""
+"""Codecs of papers beside those of pages: their formulas on cases by hand."""
 
 import math
 

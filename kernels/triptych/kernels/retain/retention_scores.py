@@ -67,14 +67,6 @@ def key_difference(prompt: ObservedPrompt) -> Tensor:
     return prompt.of_keys(_difference_of_directions)
 
 
-def received_attention(prompt: ObservedPrompt) -> Tensor:
-    """The attention from all queries, the weight of a token's distortion.
-
-    Source: Spherical KV (significance of a token)
-    """
-    return prompt.attention
-
-
 def heavy_hitters(prompt: ObservedPrompt) -> Tensor:
     """The attention from all queries, not divided by age; half of the budget is the newest.
 
@@ -150,7 +142,7 @@ SCORES: Mapping[str, Score] = {
     score.__name__: score
     for score in (
         *(recency, key_norm, key_difference),
-        *(received_attention, heavy_hitters, window_attention, last_attention),
+        *(heavy_hitters, window_attention, last_attention),
         *(expected, shifting_attention, retrieval_attention),
     )
 }

@@ -2,7 +2,7 @@
 
 from triptych.core.config import CompressorConfig, require
 from triptych.core.methods.composition import Method, Part
-from triptych.core.methods.retention.kept_share import scorer
+from triptych.core.methods.retention.kept_share import WINDOW_QUERIES, scorer
 from triptych.core.policy import KVRotation, Policy, Retention, chosen, kv_rotation_of, settings_of
 from triptych.core.profile import Profile
 
@@ -14,7 +14,9 @@ def spherical(config: CompressorConfig, profile: Profile | None = None) -> Polic
     """Each prompt token high, low or dropped, with the least distortion in a budget of bytes.
 
     The budget is ``compressor.keep_share`` of the bytes that a prompt takes with all tokens high.
-    Output tokens are high. Keys are centred if there is a profile, and not rotated, since a
+    A token weighs as much as the last queries attend to it, as with ``snapkv``; of the attention
+    from all queries, which old tokens receive more of, the KL is far larger (docs/log.md). Output
+    tokens are high. Keys are centred if there is a profile, and not rotated, since a
     rotation would mix the channels of a pair; values are rotated.
 
     Raises: ConfigError if the rotation of keys is turned on
@@ -27,10 +29,10 @@ def spherical(config: CompressorConfig, profile: Profile | None = None) -> Polic
         "RoPE rotates",
     )
     rule = Retention(
-        score="received_attention",
+        score="window_attention",
         budget="rate_and_distortion",
         keep_share=config.keep_share,
-        last_queries=0,
+        last_queries=WINDOW_QUERIES,
     )
     known = settings_of(profile)
     found = kv_rotation_of(config, HIGH, profile)
@@ -54,7 +56,7 @@ METHOD = Method(
     idea="radius and angle of the pairs of keys, tokens in tiers by rate and distortion",
     paper="Spherical KV",
     policy=spherical,
-    scorer=scorer("received_attention", "attention_sums"),
+    scorer=scorer("window_attention", "queries"),
     budget=Part(
         role="budget",
         name="rate_and_distortion",

@@ -36,17 +36,26 @@ def choose_tiers(
              take the first tier
     Source:  Spherical KV (tiers by rate and distortion); the price is found by bisection
     """
-    cost = torch.tensor(rates, dtype=torch.float64, device=weight.device)
+    if not weight.numel():
+        return torch.zeros_like(weight, dtype=torch.int64)
     error = weight.double()[..., None] * distortion.double()
-    if not error.numel():
-        return torch.zeros(weight.shape, dtype=torch.int64, device=weight.device)
     least = min(after - before for before, after in pairwise(rates))
-    low, high = 0.0, (float(error.max()) + 1.0) / least
+    high = (error.max() + 1.0) / least
+    low = torch.zeros_like(high)
     for _ in range(STEPS):
+        # Without a condition of the host, which would wait for the device at each step.
         price = (low + high) / 2
-        spent = cost[(error + price * cost).argmin(-1)].mean()
-        low, high = (low, price) if spent <= mean_rate else (price, high)
-    return (error + high * cost).argmin(-1)
+        found = _cheapest(error, rates, price)
+        shares = [(found == tier).double().mean() for tier in range(len(rates))]
+        spent = torch.stack([share * rate for share, rate in zip(shares, rates, strict=True)]).sum()
+        fits = spent <= mean_rate
+        low, high = torch.where(fits, low, price), torch.where(fits, price, high)
+    return _cheapest(error, rates, high)
+
+
+def _cheapest(error: Tensor, rates: Sequence[float], price: Tensor) -> Tensor:
+    parts = zip(error.unbind(-1), rates, strict=True)
+    return torch.stack([part + price * rate for part, rate in parts], -1).argmin(-1)
 
 
 def value_distortions(values: Tensor, bits: Sequence[int]) -> Tensor:

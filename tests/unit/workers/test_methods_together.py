@@ -104,7 +104,7 @@ UNROTATED = ("kivi", "kivi:2", "spherical", "uniform:k8v4", "uniform:fp16", "fp8
         ("spherical", ("uniform:fp16",), "auto"),
         ("kivi", UNROTATED[1:], "none"),
     ],
-    ids=["rotated", "profiles", "bases", "pairs", "unrotated"],
+    ids=["rotated", "profiles", "bases", "segments", "pairs", "unrotated"],
 )
 def test_sixteen_requests_of_many_methods_answer_as_each_does_alone(
     tiny_model: Path, default: str, others: tuple[str, ...], rotation: str

@@ -18,7 +18,7 @@ def uniform(config: CompressorConfig, profile: Profile | None = None) -> Policy:
             f"compressor.policy={config.policy}: pages of {high} are encoded whole, by a method of "
             "their own: use 'kivi', 'kivi:2' or 'kvarn'"
         )
-    if page_format(high).key_widths:
+    if form.key_widths:
         raise ConfigError(
             f"compressor.policy={config.policy}: keys of {high} need channels that are ordered by "
             f"their energy, by a method of its own: use '{high}'"

@@ -41,7 +41,7 @@ KEY_KINDS: dict[Codec, int] = {
     "by_norm": SEGMENTS,
     "polar": POLAR,
 }
-"""What codes of keys are to compiled code, by the codec of a format."""
+"""What codes of values and of keys are to compiled code, by their codec."""
 
 
 def store_tokens(

@@ -36,9 +36,10 @@ PAIRS = (
     *((old, UNTRACKED) for old in ("fp16", "k8v4")),
     (UNTRACKED, "k8v4"),
     ("k8v4", "k4v2c"),
+    ("r3a5v4", "r3a5v2"),
 )
 """Formats of moves: all pairs of usual ones, into and out of each other one, of latents, and
-those of the default."""
+those of two methods."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ that whole small pages move to a page."""
 GPU_GROUPS = {256: 32, 576: 16}
 """Most query heads of a KV head that GPU kernels take, by the largest head size."""
 
-Codec = Literal["range", "float", "by_channel", "balanced", "by_norm"]
+Codec = Literal["range", "float", "by_channel", "balanced", "by_norm", "polar"]
 """How the numbers of a page become codes.
 
 ``range``: the codes of a token's vector divide its range evenly, by a scale and a zero. ``float``:
@@ -37,6 +37,8 @@ codes are float8 numbers (e4m3), by a power of two for each token; the zero is 0
 ``by_channel``, after keys and values of a page are divided by a scale for each token and channel.
 ``by_norm``: codes are equally spaced around 0, by the norm of a vector; a key is divided into
 segments of channels, each with its own bits and norm.
+``polar``: values as ``range``; a byte of a key holds radius and angle of the pair of channels that
+RoPE rotates together, by a step of the radius for each token; the zero is 0.
 """
 
 
@@ -55,7 +57,8 @@ class KeySegment(NamedTuple):
 class PageFormat:
     """Precision of the keys and values of a page: ``K8V4`` has 8-bit keys and 4-bit values.
 
-    ``K4V2C`` is ``K4V2`` whose values are limited (clipped) as OSCAR limits them.
+    ``K4V2C`` is ``K4V2`` whose values are limited (clipped) as OSCAR limits them. ``R3A5V4`` has a
+    radius of 3 and an angle of 5 bits for each pair of channels of a key.
     """
 
     name: str
@@ -85,6 +88,21 @@ class PageFormat:
         return self.codec == "float"
 
     @property
+    def key_codec(self) -> Codec:
+        """How keys become codes."""
+        return self.codec
+
+    @property
+    def value_codec(self) -> Codec:
+        """How values become codes."""
+        return "range" if self.codec == "polar" else self.codec
+
+    @property
+    def has_polar_keys(self) -> bool:
+        """Whether codes of keys are radius and angle of the pairs that RoPE rotates."""
+        return self.codec == "polar"
+
+    @property
     def is_balanced(self) -> bool:
         """Whether a token's key has a scale, and a channel of a page's values has one."""
         return self.codec == "balanced"
@@ -100,7 +118,7 @@ class PageFormat:
     @property
     def suits_any_method(self) -> bool:
         """Whether tokens of any method can be in this format, and not of one method alone."""
-        return not (self.codes_whole_pages or self.key_widths)
+        return not (self.codes_whole_pages or self.key_widths or self.has_polar_keys)
 
     @property
     def is_clipped(self) -> bool:
@@ -121,7 +139,7 @@ class PageFormat:
     @property
     def is_stable(self) -> bool:
         """Whether decoded vectors have the same codes when they are encoded again."""
-        return not (self.is_clipped or self.has_norms)
+        return not (self.is_clipped or self.has_norms or self.has_polar_keys)
 
     def key_segments(self, head_dim: int) -> tuple[KeySegment, ...]:
         """The segments of a key; empty: all channels have the same bits.
@@ -219,6 +237,8 @@ FORMATS: dict[str, PageFormat] = {
         PageFormat("kivi2", 2, 2, codec="by_channel"),
         PageFormat("kvarn", 4, 2, codec="balanced"),
         PageFormat("block_gtq", 2, 2, codec="by_norm", key_widths=((4, 4), (2, 4), (1, 8))),
+        PageFormat("r3a5v4", 4, 4, codec="polar"),
+        PageFormat("r3a5v2", 4, 2, codec="polar"),
     )
 }
 

@@ -760,10 +760,11 @@ def _check_selection(config: AppConfig, policy: Policy) -> None:
             f"compressor.methods: {policy.name!r} with decode.selection.method={how}: pages of "
             f"{high.name} have no summaries; serve the method without selection"
         )
-    if how == "a2ats" and policy.kv_rotation.bases:
+    if how == "a2ats" and (policy.kv_rotation.bases or policy.kv_rotation.pair_order):
         raise ConfigError(
             f"compressor.methods: {policy.name!r} with decode.selection.method=a2ats: codes are of "
-            "keys before RoPE, and bases of heads mix what RoPE turns; use 'moments' or 'box'"
+            "keys before RoPE, and coordinates of each head mix what RoPE turns; use 'moments' or "
+            "'box'"
         )
     if policy.merges and how != "none":
         raise ConfigError(

@@ -23,6 +23,7 @@ POLICY_NAMES = PluginNames(
         "kvarn",
         "oscar",
         "block_gtq",
+        "spherical",
         "streaming_llm",
         "knorm",
         "keydiff",

@@ -25,7 +25,8 @@ class KVRotation:
     nearest orthogonal matrices are meant. With ``pair_order`` the channels of keys of each head are
     put into that order instead, and those of a segment of ``block_gtq`` pages are mixed among
     themselves: uint8 [layers, kv_heads, head_dim / 2], RoPE pairs (channels c and c + head_dim / 2)
-    from the most energy on. Values are in the Hadamard matrix's coordinates then too.
+    from the most energy on. Values are in the Hadamard matrix's coordinates then too. Without
+    ``rotates_keys`` only values are rotated.
 
     Source: QuaRot (Hadamard rotation of keys and values); OSCAR (bases of each head); the centre is
             ours (docs/log.md)
@@ -35,6 +36,12 @@ class KVRotation:
     key_centre: bytes = b""
     bases: bytes = field(default=b"", repr=False)
     pair_order: bytes = field(default=b"", repr=False)
+    rotates_keys: bool = field(default=True, repr=False)
+
+    @property
+    def has_rotated_keys(self) -> bool:
+        """Whether stored keys are rotated."""
+        return self.rotated and self.rotates_keys
 
 
 Measured = Literal["attention", "retrieval_attention", "attention_moments", "query_statistics"]
@@ -199,6 +206,9 @@ class Policy:
             expected = f"a format without segments of keys, whose method is '{form.name}'"
             is_ordered = bool(self.kv_rotation.pair_order)
             require(is_ordered or not form.key_widths, f"compressor.{setting}", form.name, expected)
+            expected = f"a format whose keys may be rotated with {self.name}"
+            mixes = form.has_polar_keys and self.kv_rotation.has_rotated_keys
+            require(not mixes, f"compressor.{setting}", form.name, expected)
         if self.low_format is None:
             return
         above, below = page_format(self.high_format), page_format(self.low_format)

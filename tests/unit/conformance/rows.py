@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.learned import CHUNK_TOKENS, networks_beside
+from tests.moves import ALONE
 from tests.tiny import DIFFKV
 from tests.unit.workers.decode.test_resume import Client, Stages
 from triptych.core.head_budgets import encode_head_budgets
@@ -36,16 +37,14 @@ from triptych.workers.kv.handle_codec import unpack_run
 from triptych.workers.models.facts import describe
 from triptych.workers.models.kv_rotation import pack_bases
 
+PLAIN = tuple(name for name in ALONE if FORMATS[name].suits_any_method)
+"""Formats that settings may name for any method."""
 METHOD_NAMES = tuple(
     name
     for row in METHODS.builtin
-    for name in (
-        [f"uniform:{name}" for name, form in FORMATS.items() if form.suits_any_method]
-        if row == "uniform"
-        else [row]
-    )
+    for name in ([f"uniform:{form}" for form in PLAIN] if row == "uniform" else [row])
 )
-"""Each row of the table, and ``uniform`` with each format that is not of one method alone."""
+"""Each row of the table, and ``uniform`` with each of these formats."""
 ALIKE = (
     *("streaming_llm", "knorm", "keydiff", "h2o", "snapkv", "pyramidkv", "tova"),
     *("expected_attention", "kvcrush", "tangram", "compresskv"),

@@ -254,7 +254,7 @@ def test_parts_say_what_they_do_and_what_they_need(row: str) -> None:
     assert policy.drops_tokens == ("drops_tokens" in method.traits)
     assert (policy.low_format is not None) == ("requantizes_tokens" in method.traits)
     mixes = {"mixes_channels", "mixes_segments"} & method.traits
-    assert policy.kv_rotation.rotated == bool(mixes)
+    assert policy.kv_rotation.has_rotated_keys == bool(mixes)
 
 
 def plan_of(name: str) -> PagePlan:

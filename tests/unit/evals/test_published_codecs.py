@@ -1,4 +1,4 @@
-"""Codecs of papers that are measured and not served: their formulas on cases by hand."""
+"""Codecs of papers beside those of pages: their formulas on cases by hand."""
 
 import math
 
@@ -14,7 +14,7 @@ from triptych.evals.codecs.pair_bits import (
     pair_energy,
     segment_bytes,
 )
-from triptych.evals.codecs.polar_keys import choose_tiers, encode_polar
+from triptych.evals.codecs.polar_keys import encode_polar
 from triptych.evals.codecs.unbiased_values import encode_unbiased
 from triptych.kernels.codec.quantizer import decode, encode
 
@@ -72,16 +72,6 @@ def test_logits_of_codes_are_those_of_decoded_keys() -> None:
     keys, query = torch.randn(40, 32) * 3, torch.randn(32)
     coded = encode_polar(keys, radius_bits=4, angle_bits=6)
     assert torch.allclose(coded.logits(query), coded.decode() @ query, atol=1e-4)
-
-
-def test_tiers_stay_in_the_budget_and_prefer_heavy_tokens() -> None:
-    weight = torch.tensor([8.0, 1.0, 0.0, 2.0])
-    distortion = torch.tensor([[1.0, 0.25, 0.0]]).repeat(4, 1)
-    tiers = choose_tiers(weight, distortion, (0.0, 2.0, 4.0), 2.0)
-    assert tiers.tolist() == [2, 0, 0, 1] or tiers.tolist() == [2, 1, 0, 1]
-    weight, distortion = torch.rand(200), torch.rand(200, 3).sort(-1, descending=True).values
-    tiers = choose_tiers(weight, distortion, (1.0, 2.0, 4.0), 2.5)
-    assert float(torch.tensor([1.0, 2.0, 4.0])[tiers].mean()) <= 2.5
 
 
 def test_predictions_of_linear_layers_leave_nothing_to_quantize() -> None:

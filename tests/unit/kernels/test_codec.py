@@ -14,7 +14,7 @@ from tests.effort import examples
 from tests.moves import ALONE, LATENTS, PAIRS, ROUNDED, UNTRACKED, USUAL, random_moves
 from tests.moves import layout_named as layout_of
 from triptych.core.errors import ConfigError
-from triptych.core.layout import KeyOrder, PageFormat, PageLayout, stored_format
+from triptych.core.layout import KeyOrder, PageLayout, stored_format
 from triptych.kernels import (
     NUMERICS_VERSION,
     append_tokens,
@@ -24,16 +24,7 @@ from triptych.kernels import (
     store_tokens,
     transcode,
 )
-from triptych.kernels.codec.quantizer import (
-    Encoded,
-    decode,
-    encode,
-    encode_floats,
-    encode_segments,
-    encode_values_by_norm,
-    limit,
-    narrow,
-)
+from triptych.kernels.codec.quantizer import Encoded, decode, encode, encode_as, limit, narrow
 from triptych.kernels.pages import segments
 
 BACKENDS = [name for name in store_tokens.backends if name != "cuda"]
@@ -61,18 +52,6 @@ def awkward_vectors(head_dim: int, dtype: torch.dtype) -> Tensor:
     return vectors.to(dtype)
 
 
-def encoded(vectors: Tensor, form: PageFormat, *, of_keys: bool) -> Encoded:
-    """Keys or values [n, d] as the quantizer of a format encodes them."""
-    limited = form.limited_numbers(vectors.shape[1])[0 if of_keys else 1]
-    if form.has_float_codes:
-        return encode_floats(vectors)
-    if form.has_norms and of_keys:
-        return encode_segments(vectors, form.key_segments(vectors.shape[1]))
-    if form.has_norms:
-        return encode_values_by_norm(vectors, form.value_bits)
-    return encode(limit(vectors, limited), form.key_bits if of_keys else form.value_bits, 1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -94,7 +73,7 @@ def test_stored_tokens_load_as_the_quantizer_decodes_them(
     form = layout.format
     for head, count in enumerate(tokens.tolist()):
         for loaded, vectors, of_keys in ((keys, key, True), (values, value, False)):
-            want = decode(encoded(vectors[:, head], form, of_keys=of_keys))[:count]
+            want = decode(encode_as(form, vectors[:, head], of_keys=of_keys))[:count]
             assert torch.equal(loaded[head, :count], want)
         assert torch.equal(known[head, :count], positions[:count])
         assert (keys[head, count:] == 0).all()
@@ -421,13 +400,14 @@ def test_rounding_twice_is_rounding_once(vector: list[float], name: str) -> None
     assert torch.equal(once[1], again[1])
 
 
+@pytest.mark.parametrize("name", ["k2v2", "r3a5v4", "block_gtq"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_numbers_that_are_limited_are_not_rounded(backend: str) -> None:
-    """Limiting again what was limited and decoded may change it, so no prefix is stored so."""
+def test_numbers_that_encoding_again_may_change_are_not_rounded(backend: str, name: str) -> None:
+    """So no prefix is stored in these formats."""
     vectors = torch.randn(1, 1, 64)
-    with pytest.raises(ConfigError, match="vectors of k2v2 pages have other codes"):
+    with pytest.raises(ConfigError, match=f"vectors of {name} pages have other codes"):
         round_tokens.on(backend)(
-            layout_of("k2v2", 64, "token"), vectors, vectors, torch.ones(1).bool()
+            layout_of(name, 64, "token"), vectors, vectors, torch.ones(1).bool()
         )
 
 

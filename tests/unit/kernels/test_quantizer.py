@@ -9,6 +9,7 @@ from triptych.kernels.codec.quantizer import (
     decode,
     encode,
     encode_by_norm,
+    encode_polar,
     encode_segments,
     encode_values_by_norm,
     narrow,
@@ -123,3 +124,35 @@ def test_a_vector_of_zeros_stays_zero() -> None:
     codes, scale = encode_by_norm(torch.zeros(2, 8), 2)
     assert scale.tolist() == [0.0, 0.0]
     assert (codes == 2).all()
+
+
+def test_polar_codes_by_hand() -> None:
+    """Pairs (0, 3) and (-7, 0) in steps of 1: radius 3 in the last eighth of the first quarter, and
+    radius 7 in the first eighth behind the second axis. Cosines are 255/256 and 25/256."""
+    encoded = encode_polar(torch.tensor([[0.0, -7.0, 3.0, 0.0]]))
+    assert encoded.metadata.tolist() == [[[1.0, 0.0]]]
+    first, second = 3 | 7 << 3, 7 | 1 << 6
+    assert pack(encoded.codes, 4).tolist() == [[first, second]]
+    want = [3 * 25 / 256, -7 * 255 / 256, 3 * 255 / 256, 7 * 25 / 256]
+    assert decode(encoded).tolist() == [want]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("spread", [1e-2, 1.0, 300.0])
+def test_radius_and_angle_are_off_by_half_a_step(head_dim: int, spread: float) -> None:
+    vectors = torch.randn(500, head_dim) * spread
+    encoded = encode_polar(vectors)
+    (left, right), (near, beside) = (part.chunk(2, -1) for part in (vectors, decode(encoded)))
+    radius, found = torch.hypot(left, right), torch.hypot(near, beside)
+    step = encoded.metadata[:, 0, :1].float()
+    assert ((found - radius).abs() <= step * 0.5 + radius * 0.01).all()
+    away = (torch.atan2(beside, near) - torch.atan2(right, left)).remainder(2 * math.pi)
+    turned = torch.minimum(away, 2 * math.pi - away)[found > 0]
+    assert float(turned.max()) <= math.radians(5.625 + 0.2)
+
+
+def test_polar_codes_of_extreme_vectors_are_finite() -> None:
+    for vectors in (torch.zeros(3, 16), torch.randn(3, 16) * 1e9, torch.randn(3, 16) * 1e-8):
+        decoded = decode(encode_polar(vectors))
+        assert decoded.isfinite().all()
+        assert decoded.abs().max() <= FP16_MAX * math.sqrt(2) * 1.01

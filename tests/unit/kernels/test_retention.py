@@ -8,7 +8,15 @@ from torch import Tensor
 
 from triptych.evals.methods.eviction import EVICTIONS, PromptAttention
 from triptych.kernels import sums_of_heads
-from triptych.kernels.retain import BUDGETS, SCORES, ObservedPrompt, error_budgets
+from triptych.kernels.retain import (
+    BUDGETS,
+    SCORES,
+    ObservedPrompt,
+    Tiers,
+    choose_tiers,
+    error_budgets,
+    value_distortions,
+)
 
 RULES = {
     "streaming_llm": ("recency", "per_head"),
@@ -189,3 +197,43 @@ def test_rules_agree_with_the_baselines(name: str, share: float) -> None:
     score, budget = RULES[name]
     mask = BUDGETS[budget](SCORES[score](seen), seen)
     assert torch.equal(mask, EVICTIONS[name](prompt, count))
+
+
+def test_tiers_stay_in_the_budget_and_prefer_heavy_tokens() -> None:
+    weight = torch.tensor([8.0, 1.0, 0.0, 2.0])
+    distortion = torch.tensor([[1.0, 0.25, 0.0]]).repeat(4, 1)
+    tiers = choose_tiers(weight, distortion, (0.0, 2.0, 4.0), 2.0)
+    assert tiers.tolist() in ([2, 0, 0, 1], [2, 1, 0, 1])
+    weight, distortion = torch.rand(200), torch.rand(200, 3).sort(-1, descending=True).values
+    for mean in (0.0, 0.7, 2.5, 4.0):
+        tiers = choose_tiers(weight, distortion, (0.0, 2.0, 4.0), mean)
+        assert float(torch.tensor([0.0, 2.0, 4.0])[tiers].mean()) <= mean
+    assert tiers.min() == 2
+    assert not choose_tiers(weight, distortion, (0.0, 2.0, 4.0), -1.0).any()
+
+
+def test_distortions_of_values_by_hand() -> None:
+    """A range of 3 has steps of 1 in two bits: an error of 1/12 in each of two channels."""
+    found = value_distortions(torch.tensor([[0.0, 3.0]]), (2, 4))
+    assert torch.allclose(found, torch.tensor([[9.0, 1 / 6, 1 / 6 / 25]]))
+
+
+def test_heads_of_a_layer_share_the_bytes_of_their_tiers() -> None:
+    """Six tokens of two heads, of which the last two always stay, at 30 or 40 bytes.
+
+    What is left of the bytes of three high tokens of each head is 80: the two that weigh most are
+    low, as a third low one would take 90. Of four it is 160: three are high, the next one is low.
+    """
+    attention = torch.tensor([[[9.0, 0.1, 0.2, 0.1, 1, 1], [0.3, 8.0, 0.1, 5.0, 1, 1]]])
+    scores = attention.masked_fill(torch.arange(6) >= 4, float("inf"))
+    tiers = Tiers((0, 30, 40), torch.tensor([1.0, 0.1, 0.0]).expand(1, 2, 6, 3))
+    for count, expected in (
+        (2, [[0, 0, 0, 0, 2, 2], [0, 0, 0, 0, 2, 2]]),
+        (3, [[1, 0, 0, 0, 2, 2], [0, 1, 0, 0, 2, 2]]),
+        (4, [[2, 0, 0, 0, 2, 2], [1, 2, 0, 2, 2, 2]]),
+        (6, [[2, 2, 2, 2, 2, 2], [2, 2, 2, 2, 2, 2]]),
+    ):
+        prompt = replace(observed(attention, count), tiers=lambda: tiers)
+        found = BUDGETS["rate_and_distortion"](scores, prompt)
+        assert found.dtype == torch.uint8
+        assert found.tolist() == [expected]

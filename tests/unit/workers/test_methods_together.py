@@ -89,7 +89,7 @@ OF_PROFILES = (
     *("leankv", "uniform:k2v2", "uniform:fp16"),
 )
 """Beside the default: rules that drop tokens, of which some need a profile, and other methods."""
-UNROTATED = ("kivi", "kivi:2", "uniform:k8v4", "uniform:fp16", "fp8")
+UNROTATED = ("kivi", "kivi:2", "spherical", "uniform:k8v4", "uniform:fp16", "fp8")
 """Methods without a rotation."""
 
 
@@ -101,9 +101,10 @@ UNROTATED = ("kivi", "kivi:2", "uniform:k8v4", "uniform:fp16", "fp8")
         ("diffkv", OF_PROFILES, "auto"),
         ("oscar", ("uniform:fp16",), "auto"),
         ("block_gtq", ("uniform:fp16",), "auto"),
+        ("spherical", ("uniform:fp16",), "auto"),
         ("kivi", UNROTATED[1:], "none"),
     ],
-    ids=["rotated", "profiles", "bases", "pairs", "unrotated"],
+    ids=["rotated", "profiles", "bases", "segments", "pairs", "unrotated"],
 )
 def test_sixteen_requests_of_many_methods_answer_as_each_does_alone(
     tiny_model: Path, default: str, others: tuple[str, ...], rotation: str

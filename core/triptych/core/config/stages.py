@@ -210,10 +210,11 @@ class CompressorConfig:
     ``streaming_llm``, ``knorm``, ``keydiff``, ``h2o``, ``snapkv``, ``pyramidkv``, ``adakv``,
     ``tova``, ``expected_attention``, ``cake``, ``kvcrush``, ``tangram`` and ``compresskv`` keep
     ``keep_share`` of a prompt's tokens, in ``high_format``, ``epicache`` does so while it reads the
-    prompt block by block, and ``h2o:generate`` keeps as many while it generates; ``kvmerger``
-    merges tokens with alike keys until as many are left; ``learned:merge``, ``learned:paper`` and
-    ``learned:score`` use networks trained for the model (``learned``); ``module:object`` is a
-    policy of your own (docs/extending.md).
+    prompt block by block, and ``h2o:generate`` keeps as many while it generates; ``spherical``
+    chooses high, low or dropped tokens of formats of its own, in ``keep_share`` of the bytes;
+    ``kvmerger`` merges tokens with alike keys until as many are left; ``learned:merge``,
+    ``learned:paper`` and ``learned:score`` use networks trained for the model (``learned``);
+    ``module:object`` is a policy of your own (docs/extending.md).
     ``<method>/<method>``, as in ``uniform:k8v4/snapkv``: the second one decides about the tokens of
     images in a prompt. ``auto`` without a profile: ``uniform:k8v4``."""
 
@@ -257,8 +258,8 @@ class CompressorConfig:
 
     keep_share: float = 0.5
     """Share of a prompt's tokens that retention rules keep (``snapkv``, ``h2o``, ...), or
-    ``kvmerger`` leaves, with the first and the newest ones; requests of these methods use no cached
-    prefixes."""
+    ``kvmerger`` leaves, with the first and the newest ones; of their bytes with ``spherical``.
+    Requests of these methods use no cached prefixes."""
 
     block_tokens: int = 512
     """``epicache``: tokens of a prompt that are read before tokens are dropped down to the budget

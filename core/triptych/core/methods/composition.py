@@ -50,6 +50,7 @@ Trait = Literal[
     "mixes_segments",
     "codes_by_channel",
     "codes_whole_pages",
+    "codes_pairs",
     "bits_by_energy",
     "scale_normalized",
 ]
@@ -58,7 +59,8 @@ Trait = Literal[
 ``places_merged_tokens``: a merged token has a position; ``mixes_channels``: a rotation;
 ``mixes_segments``: one of channels with equal bits alone;
 ``codes_by_channel``: scales belong to channels; ``codes_whole_pages``: a token of a page cannot be
-written alone; ``bits_by_energy``: channels have bits by their energy; ``scale_normalized``: codes
+written alone; ``codes_pairs``: a code is of the two channels that RoPE rotates together;
+``bits_by_energy``: channels have bits by their energy; ``scale_normalized``: codes
 do not depend on the norm of a vector.
 """
 PROVIDED: frozenset[Need] = frozenset(
@@ -124,6 +126,11 @@ RULES = (
         "mixes_channels",
         "codes_by_channel",
         "a rotation mixes the channels, so scales of channels mean nothing after it",
+    ),
+    Conflict(
+        "mixes_channels",
+        "codes_pairs",
+        "a rotation mixes the channels, so radius and angle of a pair mean nothing after it",
     ),
     Conflict(
         "mixes_channels",

@@ -39,6 +39,7 @@ METHODS: Registry[Method | Callable[[CompressorConfig, Profile | None], Policy]]
         "kvarn": "triptych.core.methods.codecs.kvarn:METHOD",
         "oscar": "triptych.core.methods.codecs.oscar:METHOD",
         "block_gtq": "triptych.core.methods.codecs.block_gtq:METHOD",
+        "spherical": "triptych.core.methods.codecs.spherical:METHOD",
         "streaming_llm": "triptych.core.methods.retention.streaming_llm:METHOD",
         "knorm": "triptych.core.methods.retention.knorm:METHOD",
         "keydiff": "triptych.core.methods.retention.keydiff:METHOD",

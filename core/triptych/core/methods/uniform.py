@@ -12,15 +12,21 @@ from triptych.core.profile import Profile
 def uniform(config: CompressorConfig, profile: Profile | None = None) -> Policy:
     """All tokens in one format, except the first and the newest."""
     high = config.policy.partition(":")[2].lower()
-    if page_format(high).codes_whole_pages:
+    form = page_format(high)
+    if form.codes_whole_pages:
         raise ConfigError(
             f"compressor.policy={config.policy}: pages of {high} are encoded whole, by a method of "
             "their own: use 'kivi', 'kivi:2' or 'kvarn'"
         )
-    if page_format(high).key_widths:
+    if form.key_widths:
         raise ConfigError(
             f"compressor.policy={config.policy}: keys of {high} need channels that are ordered by "
             f"their energy, by a method of its own: use '{high}'"
+        )
+    if form.has_polar_keys:
+        raise ConfigError(
+            f"compressor.policy={config.policy}: pages of {high} need keys that are not rotated: "
+            "use 'spherical'"
         )
     return one_format(config, profile, high)
 

@@ -1,10 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # torch leaves Tensor.argmin and others untyped in part.
-"""Spherical KV: keys as radius and angle of each RoPE pair, in tiers by rate and distortion."""
+"""Spherical KV with any number of bits: keys as radius and angle of each RoPE pair."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,24 +54,3 @@ def encode_polar(keys: Tensor, radius_bits: int, angle_bits: int) -> PolarKeys:
     step = torch.where(step > 0, step, 1.0)
     turns = (angle * (2**angle_bits / (2 * math.pi))).round().long() % 2**angle_bits
     return PolarKeys((radius / step).round().clamp(0, top), turns, step, angle_bits)
-
-
-def choose_tiers(
-    weight: Tensor, distortion: Tensor, bits: Sequence[float], mean_bits: float
-) -> Tensor:
-    """The tier of each token with the least weighted distortion in a budget of bits.
-
-    A token takes the tier with the least ``weight * distortion + price * bits``. The price is the
-    lowest one at which all tokens together stay in the budget.
-
-    Shapes:  weight [...]; distortion [..., tiers] -> int64 [...]
-    Source:  Spherical KV (tiers by rate and distortion); the price is found by bisection
-    """
-    cost = torch.tensor(bits, dtype=torch.float64)
-    error = weight.double()[..., None] * distortion.double()
-    low, high = 0.0, float(error.max()) + 1.0
-    for _ in range(100):
-        price = (low + high) / 2
-        spent = cost[(error + price * cost).argmin(-1)].mean()
-        low, high = (low, price) if spent <= mean_bits else (price, high)
-    return (error + high * cost).argmin(-1)

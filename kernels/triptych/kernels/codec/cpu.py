@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import PageLayout
+from triptych.core.layout import Codec, PageLayout
 from triptych.kernels.codec import codec_numba
 from triptych.kernels.codec.codec_numba import UNTRACKED
 from triptych.kernels.codec.quantizer import conversion
-from triptych.kernels.codec.vectors import BY_CHANNEL, BY_NORM, FLOAT8, RANGE, SEGMENTS
+from triptych.kernels.codec.vectors import BY_CHANNEL, BY_NORM, FLOAT8, POLAR, RANGE, SEGMENTS
 from triptych.kernels.codegen.jobs import Job
 from triptych.kernels.codegen.numba_runtime import team_address, team_threads
 from triptych.kernels.floats import KINDS
@@ -26,6 +26,22 @@ from triptych.kernels.pages import (
     check_whole_pages,
     check_written_alone,
 )
+
+VALUE_KINDS: dict[Codec, int] = {
+    "range": RANGE,
+    "float": FLOAT8,
+    "by_channel": RANGE,
+    "balanced": RANGE,
+    "by_norm": BY_NORM,
+}
+KEY_KINDS: dict[Codec, int] = {
+    **VALUE_KINDS,
+    "by_channel": BY_CHANNEL,
+    "balanced": BY_CHANNEL,
+    "by_norm": SEGMENTS,
+    "polar": POLAR,
+}
+"""What codes of values and of keys are to compiled code, by their codec."""
 
 
 def store_tokens(
@@ -260,18 +276,16 @@ def form_words(layout: PageLayout) -> tuple[int, ...]:
     form, offsets = layout.format, layout.offsets
     key_bytes, _, value_bytes, _, _, _ = form.segment_token_bytes(layout.head_dim)
     key_strides = (layout.tokens, 1) if layout.is_channel_major else (1, key_bytes)
-    kind = FLOAT8 if form.has_float_codes else BY_NORM if form.has_norms else RANGE
-    key_kind = BY_CHANNEL if form.codes_whole_pages else SEGMENTS if form.key_widths else kind
     groups = 0 if form.key_widths else form.key_groups
     scales = (layout.token_scales, layout.channel_scales) if form.is_balanced else (0, 0)
     limited = form.limited_numbers(layout.head_dim)
     keys = (
-        offsets[0], *key_strides, offsets[1], form.key_bits, groups, key_kind, scales[0],
-        limited[0], form.width_digits, layout.tokens,
+        offsets[0], *key_strides, offsets[1], form.key_bits, groups,
+        KEY_KINDS[form.key_codec], scales[0], limited[0], form.width_digits, layout.tokens,
     )  # fmt: skip
     values = (
-        offsets[2], 1, value_bytes, offsets[3], form.value_bits, form.value_groups, kind, scales[1],
-        limited[1], 0, layout.tokens,
+        offsets[2], 1, value_bytes, offsets[3], form.value_bits, form.value_groups,
+        VALUE_KINDS[form.value_codec], scales[1], limited[1], 0, layout.tokens,
     )  # fmt: skip
     page = layout.size_bytes, layout.parts
     tracked = offsets[4:] if layout.is_tracked else (UNTRACKED, UNTRACKED)

@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from triptych.kernels.codec import quantizer
 from triptych.kernels.triton.page_access import (
     codes_of,
     metadata_of,
@@ -14,6 +15,9 @@ from triptych.kernels.triton.page_access import (
     slots_of,
     units_at,
 )
+
+TANGENTS = tl.constexpr(quantizer.TANGENTS)
+TOP_RADIUS = tl.constexpr(float(quantizer.TOP_RADIUS))
 
 
 @triton.jit
@@ -248,6 +252,8 @@ def quantize(
             quantize_segments(source, source_row, page, row, live, SOURCE, FORM)
         else:
             quantize_value(source, source_row, page, row, live, SOURCE, FORM)
+    elif KEYS and FORM.is_polar:
+        quantize_pairs(source, source_row, page, row, live, SOURCE, FORM)
     else:
         quantize_range(source, source_row, page, row, live, SOURCE, FORM, KEYS)
 
@@ -393,6 +399,39 @@ def quantize_range(
 
 
 @triton.jit
+def quantize_pairs(
+    source, source_row, page, row, live, SOURCE: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Encode keys into pages as radius and angle of pairs, with the same operations and rounding as
+    ``quantizer.encode_polar``."""
+    count: tl.constexpr = FORM.key_units
+    unit = tl.arange(0, FORM.key_tile)
+    inside = (unit < count)[None, :]
+    left = given_numbers(source, source_row, live, unit, SOURCE, FORM, True)
+    right = given_numbers(source, source_row, live, unit + count, SOURCE, FORM, True)
+    left = tl.where(inside, left.to(tl.float16).to(tl.float32), 0.0)
+    right = tl.where(inside, right.to(tl.float16).to(tl.float32), 0.0)
+    radius = tl.sqrt_rn(left * left + right * right)
+    top = tl.full([1], TOP_RADIUS, tl.float32)
+    largest = tl.max(radius, 1)
+    step = tl.div_rn(largest, tl.broadcast_to(top, largest.shape)).to(tl.float16)
+    usable = step > 0.0
+    step = tl.where(usable, step, 1.0).to(tl.float16)
+    wide_step = step.to(tl.float32)[:, None]
+    steps = tl.div_rn(radius, tl.broadcast_to(wide_step, radius.shape))
+    pairs = rounded_codes(tl.minimum(steps, TOP_RADIUS))
+    eighth = tl.zeros_like(pairs)
+    for border in tl.static_range(7):
+        eighth += (tl.abs(right) > tl.abs(left) * TANGENTS[border]).to(tl.int32)
+    pairs |= eighth << 3
+    pairs |= tl.where(left < 0.0, 64, 0) | tl.where(right < 0.0, 128, 0)
+    pairs = tl.where(usable[:, None], pairs, 0)
+    at = units_at(page, row, unit, FORM, True)
+    tl.store(at, pairs.to(tl.uint8), mask=live[:, None] & inside)
+    store_metadata(page, row, live, step, tl.zeros_like(step), FORM, True)
+
+
+@triton.jit
 def limited_to(numbers, most):
     """Numbers whose larger magnitudes become ``most``."""
     return tl.where(tl.abs(numbers) > most, tl.where(numbers > 0, most, -most), numbers)
@@ -459,7 +498,7 @@ def recode(
     old, old_row, new, new_row, live,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, CONVERSION: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Convert keys or values of a block of slots, as ``reference.recode`` does."""
+    """Convert keys or values of a block of slots, as ``reference.transcode`` does."""
     bits: tl.constexpr = SOURCE.key_bits if KEYS else SOURCE.value_bits
     to_bits: tl.constexpr = TARGET.key_bits if KEYS else TARGET.value_bits
     count: tl.constexpr = TARGET.key_units if KEYS else TARGET.value_units

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
-from triptych.core.layout import PageLayout
+from triptych.core.layout import PageFormat, PageLayout
 from triptych.kernels.codec.page_codecs import EncodedPages, decode_pages, encode_pages
 from triptych.kernels.codec.quantizer import (
     COPY,
@@ -15,11 +15,7 @@ from triptych.kernels.codec.quantizer import (
     Encoded,
     conversion,
     decode,
-    encode,
-    encode_floats,
-    encode_segments,
-    encode_values_by_norm,
-    limit,
+    encode_as,
     narrow,
     pack,
     pack_segments,
@@ -59,8 +55,9 @@ def store_tokens(
     wanted = pages >= 0
     at = pages[wanted].long(), rows[wanted].long()
     into = segments(arena, layout)
-    _write_keys(arena, layout, at, _encoded(key[wanted], layout, of_keys=True))
-    _write_values(arena, layout, at, _encoded(value[wanted], layout, of_keys=False))
+    form = layout.format
+    _write_keys(arena, layout, at, encode_as(form, key[wanted], of_keys=True))
+    _write_values(arena, layout, at, encode_as(form, value[wanted], of_keys=False))
     if not layout.is_tracked:
         return
     into.positions[at] = positions[:, None].expand_as(pages)[wanted]
@@ -123,8 +120,9 @@ def transcode(
     old, new = segments(arena, source_layout), segments(arena, target_layout)
     parts = _read(old, source_layout, read)
     scores, positions = _tracked(old, source_layout, read)
+    forms = source_layout.format, target_layout.format
     keys, values = (
-        _recoded(part, source_layout, target_layout, of_keys=of_keys)
+        _recoded(part, *forms, of_keys=of_keys)
         for part, of_keys in zip(parts, (True, False), strict=True)
     )
     _write_keys(arena, target_layout, write, keys)
@@ -230,21 +228,21 @@ def round_tokens(
     Shapes:  key, value [T, KH, d]; quantized [T] -> key, value [T, KH, d]
     Dtypes:  key, value float32 or bfloat16; quantized bool -> float32, numbers of float16
     Promise: ``round_tokens`` of the result is the result
-    Raises:  ConfigError for formats that limit numbers, which never become the same again
+    Raises:  ConfigError for formats whose decoded numbers may have other codes than before
     """
     check_rounded("round_tokens", layout)
     form = layout.format
     return (
-        _rounded(key, form.key_bits, form.key_groups, quantized, form.has_float_codes),
-        _rounded(value, form.value_bits, form.value_groups, quantized, form.has_float_codes),
+        _rounded(key, form, quantized, of_keys=True),
+        _rounded(value, form, quantized, of_keys=False),
     )
 
 
-def _rounded(vectors: Tensor, bits: int, groups: int, quantized: Tensor, is_float: bool) -> Tensor:
+def _rounded(vectors: Tensor, form: PageFormat, quantized: Tensor, *, of_keys: bool) -> Tensor:
     exact = vectors.float().clamp(-FP16_MAX, FP16_MAX).half()
     coarse = exact.flatten(0, 1)
     for _ in range(2):
-        made = encode_floats(coarse) if is_float else encode(coarse, bits, groups)
+        made = encode_as(form, coarse, of_keys=of_keys)
         coarse = decode(made).clamp(-FP16_MAX, FP16_MAX).half()
     return torch.where(quantized[:, None, None], coarse.view_as(exact), exact).float()
 
@@ -254,42 +252,29 @@ def _slots_of(section: Section, slot: Tensor, head: Tensor, places: Tensor) -> S
     return section.forward_pages[slot, head, column.long()], row
 
 
-def _recoded(encoded: Encoded, old: PageLayout, new: PageLayout, *, of_keys: bool) -> Encoded:
+def _recoded(encoded: Encoded, old: PageFormat, new: PageFormat, *, of_keys: bool) -> Encoded:
     """Keys or values of one format in another: copied, ``narrow``, or decoded and encoded again."""
-    how = conversion(old.format, new.format, of_keys=of_keys)
+    how = conversion(old, new, of_keys=of_keys)
     if how == COPY:
         return encoded
     if how == NARROW:
-        forms = old.format, new.format
-        return narrow(encoded, *(form.key_bits if of_keys else form.value_bits for form in forms))
-    return _encoded(decode(encoded), new, of_keys=of_keys)
-
-
-def _encoded(vectors: Tensor, layout: PageLayout, *, of_keys: bool) -> Encoded:
-    """Vectors [n, d] as codes of keys or values of a layout."""
-    form, limited = layout.format, layout.format.limited_numbers(layout.head_dim)
-    if form.has_float_codes:
-        return encode_floats(vectors)
-    if of_keys and form.key_widths:
-        return encode_segments(vectors, form.key_segments(layout.head_dim))
-    if form.has_norms:
-        return encode_values_by_norm(vectors, form.value_bits)
-    if of_keys:
-        return encode(limit(vectors, limited[0]), form.key_bits, form.key_groups)
-    return encode(limit(vectors, limited[1]), form.value_bits, form.value_groups)
+        return narrow(
+            encoded, *(form.key_bits if of_keys else form.value_bits for form in (old, new))
+        )
+    return encode_as(new, decode(encoded), of_keys=of_keys)
 
 
 def _read(
     parts: Segments, layout: PageLayout, at: tuple[Tensor, Tensor]
 ) -> tuple[Encoded, Encoded]:
     """Keys and values in some slots, before they are decoded."""
-    form, is_float = layout.format, layout.format.has_float_codes
+    form = layout.format
     of_keys, packed = form.key_segments(layout.head_dim), parts.keys[at]
     keys = unpack_segments(packed, of_keys) if of_keys else unpack(packed, form.key_bits)
     values = unpack(parts.values[at], form.value_bits)
     return (
-        Encoded(keys, parts.key_metadata[at], is_float, of_keys),
-        Encoded(values, parts.value_metadata[at], is_float),
+        Encoded(keys, parts.key_metadata[at], form.key_codec, of_keys),
+        Encoded(values, parts.value_metadata[at], form.value_codec),
     )
 
 

@@ -8,7 +8,15 @@ import numpy as np
 from numba import carray
 
 from triptych.kernels.codec.float8 import from_float8, power_above, to_float8
-from triptych.kernels.codec.quantizer import COPY, LEAST_NUMBER, NARROW, NORMAL_STEPS
+from triptych.kernels.codec.quantizer import (
+    COPY,
+    COSINES,
+    LEAST_NUMBER,
+    NARROW,
+    NORMAL_STEPS,
+    TANGENTS,
+    TOP_RADIUS,
+)
 from triptych.kernels.codegen.numba_runtime import (
     LANES,
     from_half,
@@ -40,10 +48,13 @@ segment of a key, bits and 16 times the sixteenths of the channels, the first on
 """
 PART_WORDS = len(Part._fields)
 
-RANGE, FLOAT8, BY_CHANNEL, BY_NORM, SEGMENTS = range(5)
+RANGE, FLOAT8, BY_CHANNEL, BY_NORM, SEGMENTS, POLAR = range(6)
 """Codes divide the range of a token's vector, are float8 numbers, divide the range of a channel in
-a page, or are steps by the norm of a vector, or by that of each segment."""
+a page, are steps by the norm of a vector, or by that of each segment, or are radius and angle of a
+pair of channels."""
 STEPS_OF_1, STEPS_OF_2, STEPS_OF_4 = (np.float32(NORMAL_STEPS[bits]) for bits in (1, 2, 4))
+POLAR_COSINES = np.array(COSINES, np.float32)
+POLAR_TANGENTS = np.array(TANGENTS, np.float32)
 
 
 @kernel
@@ -68,6 +79,10 @@ def encode(numbers, part, page, row, codes):
         return
     if part.kind == SEGMENTS:
         _encode_segments(numbers, part, page, row, codes)
+        return
+    if part.kind == POLAR:
+        _quantize_pairs(numbers, codes, _metadata(part, page, row, 0))
+        pack(codes, part, at)
         return
     if part.limited:
         _limit(numbers, part.limited)
@@ -100,6 +115,9 @@ def decode(part, page, row, codes, numbers):
     if part.kind == BY_CHANNEL:
         _decode_by_channel(part, page, row, codes, numbers)
         return
+    if part.kind == POLAR:
+        _decode_pairs(codes, from_half(_metadata(part, page, row, 0)[0]), numbers)
+        return
     width = len(numbers) // part.groups
     for group in range(part.groups):
         metadata = _metadata(part, page, row, group)
@@ -122,6 +140,18 @@ def _decode_by_channel(part, page, row, codes, numbers):
         scale = from_half(carray(pointer(page + part.scales + 2 * row), 1, np.uint16)[0])
         for channel in range(len(numbers)):
             numbers[channel] *= scale
+
+
+@kernel
+def _decode_pairs(codes, step, numbers):
+    """Numbers of the codes of pairs, as ``quantizer.polar_numbers``, times the step."""
+    pairs = len(codes) // 2
+    for pair in range(pairs):
+        low, high = codes[pair], codes[pairs + pair]
+        radius, eighth = np.float32(low & 7), (low >> 3) | ((high & 3) << 1)
+        left, right = radius * POLAR_COSINES[eighth], radius * POLAR_COSINES[7 - eighth]
+        numbers[pair] = (-left if high & 4 else left) * step
+        numbers[pairs + pair] = (-right if high & 8 else right) * step
 
 
 @inlined
@@ -349,6 +379,33 @@ def quantize(numbers, codes, bits, is_float, metadata):
         step = np.rint((_saturate(numbers[channel]) - zero) / scale)
         # To int32 first: a conversion of floats to bytes goes by way of int64.
         codes[channel] = np.uint8(np.int32(min(max(step, np.float32(0.0)), top)))
+
+
+@kernel
+def _quantize_pairs(numbers, codes, metadata):
+    """Codes and step of the pairs of a vector, as ``quantizer.encode_polar`` has them."""
+    pairs, largest = len(numbers) // 2, np.float32(0.0)
+    for channel in range(len(numbers)):
+        numbers[channel] = from_half(to_half(_saturate(numbers[channel])))
+    for pair in range(pairs):
+        left, right = numbers[pair], numbers[pairs + pair]
+        largest = max(largest, left * left + right * right)
+    metadata[0] = to_half(np.sqrt(largest) / np.float32(TOP_RADIUS))
+    metadata[1] = np.uint16(0)
+    step = from_half(metadata[0])
+    if not step > 0:
+        metadata[0] = to_half(np.float32(1.0))
+        codes[:] = 0
+        return
+    for pair in range(pairs):
+        left, right = numbers[pair], numbers[pairs + pair]
+        radius = np.rint(np.sqrt(left * left + right * right) / step)
+        code = np.int32(min(max(radius, np.float32(0.0)), np.float32(TOP_RADIUS)))
+        eighth = np.int32(0)
+        for border in range(len(POLAR_TANGENTS)):
+            eighth += abs(right) > abs(left) * POLAR_TANGENTS[border]
+        code |= (eighth << 3) | (np.int32(left < 0) << 6) | (np.int32(right < 0) << 7)
+        codes[pair], codes[pairs + pair] = np.uint8(code & 15), np.uint8(code >> 4)
 
 
 @kernel

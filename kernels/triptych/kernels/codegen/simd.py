@@ -2,12 +2,15 @@
 # llvmlite ships no types.
 """An emitter of float vector code as LLVM IR, with the operations that page kernels need."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
+from triptych.core.layout import Codec
+from triptych.kernels.codec.quantizer import COSINES
 from triptych.kernels.codegen.native import multiplies_bfloat, vector_lanes
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -311,19 +314,19 @@ class Emitter:
         below = self.build.fadd(self.exp2(power), one)
         return self.build.fsub(one, self.build.fdiv(self.constant(2.0, value), below))
 
-    def widen(
-        self, pointer: Value, bits: int, lanes: int, *, is_float: bool = False
-    ) -> list[Value]:
+    def widen(self, pointer: Value, bits: int, lanes: int, codec: Codec = "range") -> list[Value]:
         """Load codes as float vectors, one for each block of channels packed in the bytes.
 
-        Reads ``lanes`` float16 numbers if ``bits`` is 16, else ``lanes`` bytes. ``is_float``: bytes
-        are float8 numbers.
+        Reads ``lanes`` float16 numbers if ``bits`` is 16, else ``lanes`` bytes, whose ``codec`` may
+        be that of float8 numbers or of pairs; others have integers.
         """
         if bits == 16:
             return [self.build.fpext(self.load(pointer, vector(HALF, lanes)), vector(FLOAT, lanes))]
         whole = self.build.zext(self.load(pointer, vector(I8, lanes)), vector(I32, lanes))
-        if is_float:
+        if codec == "float":
             return [self._from_float8(whole)]
+        if codec == "polar":
+            return self._from_pairs(whole)
         parts: list[Value] = []
         for shift in range(0, 8, bits):
             part = self.build.lshr(whole, self.constant(shift, whole)) if shift else whole
@@ -343,6 +346,43 @@ class Emitter:
         rest = build.shl(build.and_(like, self.constant(0x7F, like)), self.constant(7, like))
         numbers = self.half(build.or_(sign, rest), 0)
         return build.fmul(numbers, self.constant(256.0, numbers))
+
+    def _from_pairs(self, bytes_: Value) -> list[Value]:
+        """The two channels of each pair, as ``quantizer.polar_numbers``."""
+        build, like = self.build, bytes_
+        radius = build.sitofp(
+            build.and_(like, self.constant(7, like)), vector(FLOAT, like.type.count)
+        )
+        eighth = build.lshr(like, self.constant(3, like))
+        parts: list[Value] = []
+        for place, shift in ((eighth, 25), (build.not_(eighth), 24)):
+            size = build.bitcast(build.fmul(self.looked_up(COSINES, place), radius), like.type)
+            sign = build.shl(like, self.constant(shift, like))
+            sign = build.and_(sign, self.constant(0x80000000, like))
+            parts.append(build.bitcast(build.or_(size, sign), radius.type))
+        return parts
+
+    def looked_up(self, numbers: Sequence[float], index: Value) -> Value:
+        """The number of eight that the lowest three bits of each lane of an index name."""
+        return self.in_registers(partial(self._looked_up, numbers), index)
+
+    def _looked_up(self, numbers: Sequence[float], index: Value) -> Value:
+        lanes = index.type.count
+        kind, words = vector(FLOAT, lanes), vector(I32, lanes)
+        names = {16: "avx512.permvar.sf.512", 8: "avx2.permps"}
+        if lanes in names and vector_lanes() >= lanes:
+            function = self.declare(f"llvm.x86.{names[lanes]}", kind, (kind, words))
+            place = self.build.and_(index, self.constant(7, index))
+            return self.build.call(function, [ir.Constant(kind, [*numbers] * (lanes // 8)), place])
+        found = [ir.Constant(kind, [number] * lanes) for number in numbers]
+        for bit in range(3):
+            is_set = self.build.and_(index, self.constant(1 << bit, index))
+            is_set = self.build.icmp_signed("!=", is_set, self.constant(0, is_set))
+            found = [
+                self.build.select(is_set, odd, even)
+                for even, odd in zip(found[::2], found[1::2], strict=True)
+            ]
+        return found[0]
 
     def load_live(self, pointer: Value, live: Value) -> Value:
         """Load the int32 lanes that are ``live``; the others are 0 and their memory is not read."""

@@ -22,7 +22,7 @@ from triptych.kernels.triton.page_access import (
     token_scales,
     words_of,
 )
-from triptych.kernels.triton.unpack import unpacked
+from triptych.kernels.triton.unpack import key_part, unpacked
 
 LEAST = tl.constexpr(2.0**-24)
 
@@ -219,7 +219,7 @@ def page_logits(
     PARTS: tl.constexpr = FORM.parts_of_key
     logits = tl.zeros([READ, HEADS], tl.float32)
     for share in tl.static_range(PARTS):
-        codes = unpacked(key, FORM.key_bits, share, FORM.is_float, FORM.has_asm)
+        codes = key_part(key, FORM, share)
         high, low = split[share]
         logits = added(logits, tl.trans(codes), high, low, EXACT, FORM.slices)
     return logits

@@ -228,12 +228,7 @@ class _PageStepEmitter:
                         self._prefetch(row, rows)
                     line = e.byte(first, self.build.mul(row, I64(self.layout.tokens)))
                     parts = [
-                        e.widen(
-                            e.byte(line, t),
-                            part.bits,
-                            self.lanes,
-                            is_float=form.has_float_codes,
-                        )
+                        e.widen(e.byte(line, t), part.bits, self.lanes, form.key_codec)
                         for t in tile
                     ]
                     for share in range(8 // part.bits):
@@ -267,12 +262,8 @@ class _PageStepEmitter:
                     (g, w): ir.Constant(vector(FLOAT, w), [0.0] * w) for g in heads for w in widths
                 }
                 for start, width in blocks:
-                    codes = e.widen(
-                        e.byte(line, part.byte + start * unit),
-                        part.bits,
-                        width,
-                        is_float=form.has_float_codes,
-                    )
+                    near = e.byte(line, part.byte + start * unit)
+                    codes = e.widen(near, part.bits, width, form.key_codec)
                     for share, some in enumerate(codes):
                         for g in heads:
                             channel = part.channel + share * units + start
@@ -401,12 +392,8 @@ class _PageStepEmitter:
                     near = e.byte(self.page, self.layout.offsets[2])
                     line = e.byte(near, self.build.mul(token, I64(units * unit)))
                     for start, width in tile:
-                        codes = e.widen(
-                            e.byte(line, start * unit),
-                            form.value_bits,
-                            width,
-                            is_float=form.has_float_codes,
-                        )
+                        near = e.byte(line, start * unit)
+                        codes = e.widen(near, form.value_bits, width, form.value_codec)
                         for g in heads:
                             weight = e.load(self._element(self._logit(g, 0), token), FLOAT)
                             wide = e.splat(weight, width)

@@ -29,6 +29,7 @@ from triptych.kernels.retain.retention_scores import (
     WINDOW_TOKENS,
     newest,
 )
+from triptych.kernels.retain.tiers import Tiers, choose_tiers, value_distortions
 
 __all__ = [
     "BUDGETS",
@@ -41,8 +42,10 @@ __all__ = [
     "KeyScore",
     "MergedTokens",
     "ObservedPrompt",
+    "Tiers",
     "alike_sets",
     "block_scores",
+    "choose_tiers",
     "divided",
     "episode_weights",
     "error_budgets",
@@ -56,4 +59,5 @@ __all__ = [
     "merge_sets",
     "newest",
     "pyramid_budgets",
+    "value_distortions",
 ]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from triptych.kernels.retain.tiers import Tiers
+
 KeyScore = Callable[[Tensor], Tensor]
 """From the keys of a layer [KH, N, d], float32, in coordinates that a rotation may have changed, to
 scores [KH, N]."""
@@ -33,3 +35,6 @@ class ObservedPrompt:
     """Share of each head row of the model, if calibration has found it."""
     layer_errors: Sequence[float] = ()
     """Error of each layer of the model when it keeps few tokens, if calibration has found it."""
+    tiers: Callable[[], Tiers] | None = None
+    """What the classes of the policy cost and lose, of the tokens about which scores are; None: the
+    policy has one class."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from triptych.kernels.retain.attention_moments import layer_preferences
 from triptych.kernels.retain.observed_prompt import ObservedPrompt
 from triptych.kernels.retain.retention_scores import WINDOW_TOKENS
+from triptych.kernels.retain.tiers import choose_tiers
 
 PYRAMID = 20
 """PyramidKV's beta: the last layer gets this many times less than the mean."""
@@ -25,7 +26,8 @@ MOST_TIMES = 3
 """CompressKV's largest budget of a layer, in multiples of the mean."""
 
 Budget = Callable[[Tensor, ObservedPrompt], Tensor]
-"""From scores [l, KH, N] to the tokens that are kept, bool [l, KH, N]."""
+"""From scores [l, KH, N] to the tokens that are kept, bool [l, KH, N]; or to their classes, uint8:
+0 dropped, 1 low, 2 high."""
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
@@ -133,11 +135,32 @@ def by_layer_error(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
     return torch.stack([largest(row, count) for row, count in rows])
 
 
+def rate_and_distortion(scores: Tensor, prompt: ObservedPrompt) -> Tensor:
+    """The classes with the least distortion, weighted by the scores, of the tokens of each layer.
+
+    All heads of a layer share a budget: the bytes of ``prompt.kept`` high tokens of each. Tokens
+    that are always kept are high and count towards it.
+
+    Source: Spherical KV (keep or drop, and a tier, by rate and distortion); tiers of tokens of a
+            layer, by the distortion of their values
+    """
+    assert prompt.tiers is not None
+    tiers, kept = prompt.tiers(), scores.isinf()[0, 0]
+    free = ~kept
+    budget = tiers.bytes[-1] * (prompt.kept - int(kept.sum()))
+    mean = budget / max(1, int(free.sum()))
+    classes = torch.full_like(scores, len(tiers.bytes) - 1, dtype=torch.uint8)
+    for layer, weights, distortions in zip(classes, scores, tiers.distortions, strict=True):
+        found = choose_tiers(weights[:, free], distortions[:, free], tiers.bytes, mean)
+        layer[:, free] = found.to(torch.uint8)
+    return classes
+
+
 BUDGETS: Mapping[str, Budget] = {
     budget.__name__: budget
     for budget in (
         *(per_head, per_layer, across_heads, by_preference, with_representatives),
-        *(by_calibration, by_layer_error),
+        *(by_calibration, by_layer_error, rate_and_distortion),
     )
 }
 """Budgets by name."""

@@ -12,7 +12,7 @@ the result of the row NaN, since an error would make the host wait.
 import triton
 import triton.language as tl
 
-from triptych.kernels.triton.unpack import numbers_of_codes, part_codes
+from triptych.kernels.triton.unpack import numbers_of_codes, pair_channels, pair_part, part_codes
 
 
 @triton.jit
@@ -308,6 +308,16 @@ def products(high, low, codes, EXACT: tl.constexpr, SLICES: tl.constexpr = 1):
 
 
 @triton.jit
+def key_codes(units, FORM: tl.constexpr, part: tl.constexpr):
+    """fp16 numbers of one part of packed bytes of keys, without assembly."""
+    if FORM.is_polar:
+        codes = pair_part(units, part)
+    else:
+        codes = part_codes(units, FORM.key_bits, part, FORM.is_float)
+    return codes
+
+
+@triton.jit
 def tile_logits(
     split, total, page, row, live, FORM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -326,11 +336,11 @@ def tile_logits(
             out = plus_segment(out, split, page, row, live, at, FORM, EXACT)
     else:
         units = key_units(page, row, live, FORM)
-        codes = part_codes(units, FORM.key_bits, 0, FORM.is_float)
+        codes = key_codes(units, FORM, 0)
         out = products(split[0][0], split[0][1], tl.trans(codes), EXACT, FORM.slices)
         PARTS: tl.constexpr = FORM.parts_of_key
         for share in tl.static_range(1, PARTS):
-            codes = part_codes(units, FORM.key_bits, share, FORM.is_float)
+            codes = key_codes(units, FORM, share)
             out += products(split[share][0], split[share][1], tl.trans(codes), EXACT, FORM.slices)
         scale, zero = metadata_of(page, row, live, FORM, True)
         out = out * scale[None, :] + total[:, None] * zero[None, :]
@@ -461,8 +471,14 @@ def numbers_of(page, row, live, channel, FORM: tl.constexpr, KEYS: tl.constexpr)
             scales = tl.where(in_segment(channel, at, FORM)[None, :], scale, scales)
         numbers = numbers * scales
     else:
-        codes = codes_of(page, row, live, channel, FORM, KEYS)
-        numbers = numbers_of_codes(codes, FORM.is_float).to(tl.float32)
+        if KEYS and FORM.is_polar:
+            at = units_at(page, row, channel % FORM.key_units, FORM, KEYS)
+            mask = live[:, None] & (channel < FORM.dim)[None, :]
+            pairs = tl.load(at, mask=mask, other=0)
+            numbers = pair_channels(pairs, (channel >= FORM.key_units)[None, :]).to(tl.float32)
+        else:
+            codes = codes_of(page, row, live, channel, FORM, KEYS)
+            numbers = numbers_of_codes(codes, FORM.is_float).to(tl.float32)
         mask = live[:, None] & (channel < FORM.dim)[None, :]
         if KEYS and FORM.by_channel:
             scale, zero = words_of((page + FORM.key_metadata)[:, None] + 4 * channel[None, :], mask)

@@ -65,6 +65,8 @@ class Form:
     value_metadata: int
     is_float: bool
     """Whether codes are float8 numbers."""
+    is_polar: bool
+    """Whether a byte of a key is radius and angle of a pair of channels."""
     by_channel: bool
     """Whether keys have a scale and a zero for each channel of a page."""
     is_balanced: bool
@@ -99,8 +101,9 @@ class Form:
 
         Tensor cores multiply 32 of them at a time.
         """
-        is_other = self.is_float or self.by_channel or self.by_tile or self.key_widths > 0
-        return not is_other and self.key_tile >= MIN_BYTES
+        has_integers = not (self.is_float or self.is_polar or self.by_norm)
+        is_whole = not (self.by_channel or self.by_tile)
+        return has_integers and is_whole and self.key_tile >= MIN_BYTES
 
     @property
     def key_segments(self) -> tuple[tuple[int, int, int, int, int, float], ...]:
@@ -155,6 +158,7 @@ class Form:
             "block_gtq": self.by_norm,
         }
         plain = "fp16" if self.key_bits == 16 else bits
+        plain = f"polar {plain}" if self.is_polar else plain
         name = next((kind for kind, holds in kinds.items() if holds), plain)
         return f"{name} small" if self.parts > 1 else name
 
@@ -220,6 +224,7 @@ def _form_of(layout: PageLayout, has_asm: bool, slices: int) -> Form:
         values=at[2],
         value_metadata=at[3],
         is_float=form.has_float_codes,
+        is_polar=form.has_polar_keys,
         by_channel=form.codes_whole_pages,
         is_balanced=form.is_balanced,
         token_scales=layout.token_scales,

@@ -9,8 +9,13 @@ multiply-add on two numbers removes factor and offset, exactly. Source of the id
 Says Elephants Can't Run" (2022).
 """
 
+from collections.abc import Sequence
+from struct import unpack
+
 import triton
 import triton.language as tl
+
+from triptych.kernels.codec import quantizer
 
 ASM = """{{
 .reg .b32 codes, factor, offset;
@@ -38,6 +43,16 @@ PARTS = tuple((bits, part) for bits in (8, 4, 2, 1) for part in range(8 // bits)
 PART_ASM = tl.constexpr(tuple(_asm(*place) for place in PARTS))
 
 
+def _words(numbers: Sequence[float]) -> tuple[int, int]:
+    """Eight numbers in steps of 1/256 as the bytes of two words, int32."""
+    codes = bytes(int(256 * number) for number in numbers)
+    return unpack("<2i", codes)
+
+
+COSINES = tl.constexpr(_words(quantizer.COSINES))
+SINES = tl.constexpr(_words(quantizer.COSINES[::-1]))
+
+
 @triton.jit
 def half_of(code):
     """Convert codes 0 to 255 to fp16 exactly, as (1024 + code) - 1024 without an I2F conversion."""
@@ -63,6 +78,49 @@ def numbers_of_codes(codes, IS_FLOAT: tl.constexpr):
         numbers = float8_of(codes)
     else:
         numbers = half_of(codes)
+    return numbers
+
+
+@triton.jit
+def pair_numbers(pairs, first, second, shift):
+    """fp16 numbers of a channel of each pair of a key, as ``quantizer.polar_numbers``.
+
+    ``first``, ``second``: words with the cosines of the first and the last four eighths for channel
+    c, or with the sines for channel c + d/2; ``shift``: from the sign's bit to the highest of 16.
+    """
+    pairs = pairs.to(tl.int32)
+    word = tl.where((pairs & 32) != 0, second, first)
+    cosine = half_of((word >> (pairs & 24)) & 0xFF) * 0.00390625  # 1/256
+    number = tl.cast(half_of(pairs & 7) * cosine.to(tl.float16), tl.uint16, bitcast=True)
+    sign = ((pairs << shift) & 0x8000).to(tl.uint16)
+    return tl.cast(number | sign, tl.float16, bitcast=True)
+
+
+@triton.jit
+def pair_part(pairs, part: tl.constexpr):
+    """``pair_numbers`` of channels c (part 0) or c + d/2 (part 1)."""
+    if part == 0:
+        numbers = pair_numbers(pairs, COSINES[0], COSINES[1], 9)
+    else:
+        numbers = pair_numbers(pairs, SINES[0], SINES[1], 8)
+    return numbers
+
+
+@triton.jit
+def pair_channels(pairs, is_second):
+    """``pair_numbers`` of channels c, or c + d/2 where ``is_second``."""
+    first = tl.where(is_second, SINES[0], COSINES[0])
+    second = tl.where(is_second, SINES[1], COSINES[1])
+    return pair_numbers(pairs, first, second, tl.where(is_second, 8, 9))
+
+
+@triton.jit
+def key_part(units, FORM: tl.constexpr, part: tl.constexpr):
+    """fp16 numbers of one part of packed bytes of keys."""
+    if FORM.is_polar:
+        numbers = pair_part(units, part)
+    else:
+        numbers = unpacked(units, FORM.key_bits, part, FORM.is_float, FORM.has_asm)
     return numbers
 
 

@@ -50,10 +50,12 @@ def test_an_outlier_is_spread_over_all_channels() -> None:
 
 @pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_is_that_of_the_model(dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rotates_keys", [True, False])
+def test_attention_is_that_of_the_model(dim: int, dtype: torch.dtype, rotates_keys: bool) -> None:
     geometry = Geometry(layers=3, kv_heads=2, head_dim=dim)
     packed = torch.randn(3, 2, dim).mul(4).half().numpy().tobytes()
-    coordinates = Coordinates.of(KVRotation(rotated=True, key_centre=packed), geometry)
+    rotation = KVRotation(rotated=True, key_centre=packed, rotates_keys=rotates_keys)
+    coordinates = Coordinates.of(rotation, geometry)
     assert coordinates is not None
     query, key, value = torch.randn(11, 6, dim), torch.randn(11, 2, dim), torch.randn(11, 2, dim)
     for layer in range(3):

@@ -166,6 +166,7 @@ def test_the_centre_of_a_profile_is_the_mean_of_what_pages_store(
     ("compressor", "reason"),
     [
         ({"policy": "kivi"}, "stores latents"),
+        ({"policy": "spherical"}, "stores latents"),
         ({"policy": "kvarn"}, "stores latents"),
         ({"policy": "uniform:fp16", "methods": ["kivi:2"]}, "stores latents"),
         ({**DIFFKV, "low_format": "k8v2"}, "compressor.low_format=k8v2"),

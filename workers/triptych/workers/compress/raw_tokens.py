@@ -25,10 +25,12 @@ class ModelCoordinates:
     Shapes:  keys and values [L, KH, n, d] float32
     """
 
-    rotation: Tensor | None
-    """[d, d], its own inverse; None: what is stored is neither rotated nor centred."""
+    key_rotation: Tensor | None
+    """[d, d], its own inverse; None: stored keys are not rotated."""
+    value_rotation: Tensor | None
+    """The same for values."""
     centre: Tensor
-    """[L, KH, d], rotated."""
+    """[L, KH, d] as stored, or 0."""
 
     @classmethod
     def of(
@@ -36,21 +38,24 @@ class ModelCoordinates:
     ) -> "ModelCoordinates":
         coordinates = Coordinates.of(kv_rotation, geometry, device)
         if coordinates is None:
-            return cls(None, torch.zeros(()))
-        return cls(hadamard(geometry.head_dim, device), coordinates.centre)
+            return cls(None, None, torch.zeros(geometry.layers, geometry.kv_heads, 1).to(device))
+        rotation = hadamard(geometry.head_dim, device)
+        return cls(rotation if kv_rotation.rotates_keys else None, rotation, coordinates.centre)
 
     def of_stored(
         self, keys: Tensor, values: Tensor, layers: slice = slice(None)
     ) -> tuple[Tensor, Tensor]:
         """``layers``: those of keys and values."""
-        if self.rotation is None:
-            return keys, values
-        return (keys + self.centre[layers, :, None]) @ self.rotation, values @ self.rotation
+        keys = keys + self.centre[layers, :, None]
+        return _rotated(keys, self.key_rotation), _rotated(values, self.value_rotation)
 
     def to_stored(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if self.rotation is None:
-            return keys, values
-        return keys @ self.rotation - self.centre[:, :, None], values @ self.rotation
+        keys = _rotated(keys, self.key_rotation) - self.centre[:, :, None]
+        return keys, _rotated(values, self.value_rotation)
+
+
+def _rotated(vectors: Tensor, rotation: Tensor | None) -> Tensor:
+    return vectors if rotation is None else vectors @ rotation
 
 
 @dataclass(frozen=True)

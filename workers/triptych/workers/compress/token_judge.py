@@ -70,7 +70,7 @@ class TokenJudge:
         """How one policy judges them; ``concerned``: positions of the tokens of its modality."""
         rows, at = len(group.raw), self.memory.device.put(own).long()
         if policy.retention is not None:
-            kept = retained(
+            classes = retained(
                 self.memory,
                 job.plan,
                 policy.retention,
@@ -80,8 +80,8 @@ class TokenJudge:
                 concerned,
                 np.intersect1d(own, concerned),
             )
-            half = torch.full((rows,), 0.5, device=kept.device)
-            return kept[:, at].float(), half, half
+            half = torch.full((rows,), 0.5, device=classes.device)
+            return classes[:, at].float(), half + 1, half
         if policy.classifies_tokens:
             significance = self.significance(group.raw, job.tokens)
             first, end = group.leaving.start, group.leaving.stop

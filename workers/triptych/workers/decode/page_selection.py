@@ -188,7 +188,7 @@ class Selector:
         self.config, self.sections, self.tables, self._memory = config, sections, tables, memory
         dense = config.dense_layers
         self.dense_layers = (0 if plan.head_budgets else DENSE_LAYERS) if dense == "auto" else dense
-        rotated = plan.policy.kv_rotation.rotated
+        rotated = plan.policy.kv_rotation.has_rotated_keys
         codebooks = None
         if kind == "a2ats":
             codebooks = load_codebooks(Path(config.codebooks), plan, memory.device.name)

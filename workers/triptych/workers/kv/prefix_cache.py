@@ -544,6 +544,8 @@ def profile_of(plan: PagePlan, arithmetic: str) -> str:
         text += f" in bases {hashlib.sha256(plan.policy.kv_rotation.bases).hexdigest()}"
     if plan.policy.kv_rotation.pair_order:
         text += f" of pairs {hashlib.sha256(plan.policy.kv_rotation.pair_order).hexdigest()}"
+    if not plan.policy.kv_rotation.rotates_keys:
+        text += " keys as they are"
     if plan.policy.scorer is not None:
         text += f" scored by {plan.policy.scorer.tensors}"
     if plan.policy.version > 1:

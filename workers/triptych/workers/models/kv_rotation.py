@@ -7,7 +7,8 @@ Softmax depends only on differences of query-key products: rotating queries and 
 orthogonal matrix changes nothing, nor does subtracting the same vector from all keys of a head.
 Values are rotated back after attention. Quantization becomes more exact: a rotated outlier is
 spread over all channels, and a centred key is shorter. Vectors of each head may be put into a basis
-of their own before.
+of their own before. Codecs of pairs of channels keep keys as they are, and only their centre is
+taken away.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Coordinates:
     """Rotates queries, keys and values before attention over pages, and its output back."""
 
     centre: Tensor
-    """Rotated mean key of each head, [layers, kv_heads, head_dim] float32."""
+    """Mean key of each head as stored, [layers, kv_heads, head_dim] float32."""
 
     @classmethod
     def of(
@@ -47,6 +48,8 @@ class Coordinates:
             return BasisCoordinates.of_bases(kv_rotation.bases, centre, geometry, device)
         if kv_rotation.pair_order:
             return PairCoordinates.of_order(kv_rotation.pair_order, centre, geometry, device)
+        if not kv_rotation.rotates_keys:
+            return ValueCoordinates(centre.to(device))
         kind = LatentCoordinates if geometry.has_latents else cls
         return kind((centre @ hadamard(geometry.head_dim)).to(device))
 
@@ -70,6 +73,27 @@ class Coordinates:
             return attend.rotated_back(layer, *rotated, traits, sinks, query.dtype)
         mixed = attend(layer, *rotated, traits, sinks)
         return rotate_back(mixed, query.dtype)
+
+
+class ValueCoordinates(Coordinates):
+    """Only values are rotated; keys are centred."""
+
+    def _attend(
+        self,
+        attend: Attend,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        traits: LayerTraits,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        centred = key.float() - self.centre[layer]
+        # The matrix is its own inverse.
+        parts = query.float(), centred, rotate_back(value.float(), torch.float32)
+        if isinstance(attend, RotatingAttend):
+            return attend.rotated_back(layer, *parts, traits, sinks, query.dtype)
+        return rotate_back(attend(layer, *parts, traits, sinks), query.dtype)
 
 
 class LatentCoordinates(Coordinates):

@@ -112,8 +112,8 @@ class QueryStatistics:
     ) -> None:
         self._scales[layer] = traits.scale
         counted = query[max(0, FIRST_TOKENS - start) :].transpose(0, 1)
-        if self._coordinates.rotation is not None:
-            counted = counted @ self._coordinates.rotation
+        if self._coordinates.key_rotation is not None:
+            counted = counted @ self._coordinates.key_rotation
         first = max(start, FIRST_TOKENS)
         positions = torch.arange(first, first + counted.shape[1], device=query.device)
         counted = self._frame.to_local(counted, positions)

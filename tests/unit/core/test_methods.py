@@ -208,21 +208,6 @@ def test_keys_of_block_gtq_need_sixteenths_of_the_channels() -> None:
         PagePlan.of(config, odd, found)
 
 
-@pytest.mark.parametrize("method", ["oscar", "block_gtq"])
-def test_pages_are_not_ranked_by_codebooks_in_coordinates_of_each_head(method: str) -> None:
-    """Codebooks are of keys before RoPE, which other coordinates than a rotation hide."""
-    size = 2 * GEOMETRY.head_rows * GEOMETRY.head_dim**2
-    order = bytes(range(GEOMETRY.head_dim // 2)) * GEOMETRY.head_rows
-    made = Profile(model="any", weights="", geometry=GEOMETRY, settings=Settings())
-    found = replace(made, bases=Profile.pack(bytes(size)), pair_order=Profile.pack(order))
-    selection = {"method": "a2ats", "codebooks": "codebooks.safetensors"}
-    config = AppConfig.from_mapping(
-        {"compressor": {"policy": method}, "decode": {"selection": selection}}
-    )
-    with pytest.raises(ConfigError, match="coordinates of each head mix what RoPE turns"):
-        PagePlan.of(config, GEOMETRY, found)
-
-
 def test_a_network_serves_the_methods_of_its_kind_alone() -> None:
     scorer = LearnedFile(path="s", kind="scorer", tensors="")
     config = AppConfig.from_mapping({"compressor": {"methods": ["learned:score"]}})

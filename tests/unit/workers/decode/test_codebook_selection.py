@@ -106,6 +106,7 @@ def test_settings_that_do_not_fit_are_refused(tiny_model: Path, books: Path) -> 
             settings(books, compressor, **selection)
     with pytest.raises(ConfigError, match="omitted_mass"):
         settings(books, compressor, omitted_mass=0.1)
-    oscar = {"policy": "oscar", "profile": profile_beside(tiny_model)}
-    with pytest.raises(ConfigError, match="bases of heads mix what RoPE turns"):
-        answers(settings(books, oscar), tiny_model)
+    for method in ("oscar", "block_gtq"):
+        compressor = {"policy": method, "profile": profile_beside(tiny_model)}
+        with pytest.raises(ConfigError, match="coordinates of each head mix what RoPE turns"):
+            answers(settings(books, compressor), tiny_model)

@@ -49,7 +49,7 @@ FRONTIER = (
     *(f"served:{name}+keep_share={KEPT[0]}" for name in RETENTION),
     "uniform:k4v4",
     "leankv",
-    *("saw_int4", "fp8", "kivi", "kivi:2", "kvarn", "oscar", "block_gtq"),
+    *("saw_int4", "fp8", "kivi", "kivi:2", "kvarn", "oscar", "block_gtq", "spherical"),
     "learned:merge",
     *("uniform:k4v8", "uniform:k8v2"),
     *(f"{name}+keep={share}" for share in KEPT for name in PRUNED),

@@ -127,7 +127,7 @@ def test_cores_are_divided_while_prompts_and_answers_are_computed(tmp_path: Path
     assert threads == [3, 2, 1, 3]
 
 
-@pytest.mark.parametrize("case", ["prompts wait", "none wait", "few requests", "late"])
+@pytest.mark.parametrize("case", ["prompts wait", "none wait", "few requests", "divided", "late"])
 def test_a_large_decode_step_pauses_while_prompts_wait(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +141,8 @@ def test_a_large_decode_step_pauses_while_prompts_wait(
         until = time.monotonic() + 0.03
         while time.monotonic() < until:
             pass
-    use = CoreUse.SMALL if case == "few requests" else CoreUse.TEAM
+    uses = {"few requests": CoreUse.SMALL, "divided": CoreUse.DIVIDED}
+    use = uses.get(case, CoreUse.TEAM)
     with decode.step(lambda: case == "late", use):
         pass
     assert bool(pauses) == (case == "prompts wait")

@@ -34,7 +34,8 @@ PACE = 1.5
 """Begin of a decode step of many requests after that of the last one, in times of the last one's
 length, while prompts wait. A step of ten requests takes less than twice as long as one of four, so
 a pause saves more time than it takes. With 16 clients on two cores 2.55 to 2.74 requests a
-second are answered instead of 2.40 to 2.52, and with 2 as many (docs/log.md)."""
+second are answered instead of 2.40 to 2.52, and with 2 as many (docs/log.md). Steps that are
+divided take as long for a request in small steps as in large ones, and do not pause."""
 
 KEEP = 1.0
 """Time for which decode keeps its cores after it has lent them, in times of that for which it
@@ -50,7 +51,8 @@ class CoreUse(Enum):
     """It gains little from the last core, and leaves that to other processes. A chunk of a prompt
     may have the cores of such a decode step, if that is not urgent."""
     DIVIDED = "divided"
-    """Its threads wait for each other once, so a decode step may have all cores."""
+    """Its threads wait for each other once, so a decode step may have all cores, and does not pause
+    while prompts wait."""
 
 
 class DedicatedCores:
@@ -153,7 +155,9 @@ class SharedCores:
         """Whether a step that is not urgent does not begin yet."""
         if not self._is_divided:
             return self._other_part_works()
-        if use is CoreUse.SMALL or not self._is_decode_only or time.monotonic() >= self._next_s:
+        if use is not CoreUse.TEAM or not self._is_decode_only:
+            return False
+        if time.monotonic() >= self._next_s:
             return False
         return _is_held(self._queue)
 

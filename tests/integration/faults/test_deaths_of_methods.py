@@ -18,6 +18,7 @@ METHODS = (
     ("cake", "expected_attention", "kvcrush"),
     ("h2o:generate", "h2o", "tova"),
     ("kvmerger", "learned:paper", "leankv"),
+    ("epicache", "snapkv", "pyramidkv"),
 )
 """Beside the default. ``make test`` runs the first, ``make conformance`` the others too."""
 CLIENTS, ANSWER_TOKENS = 16, 60

@@ -15,7 +15,12 @@ from triptych.kernels.codec import (
     store_tokens,
     transcode,
 )
-from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles, multiplies_words
+from triptych.kernels.codegen.native import (
+    multiplies_bfloat,
+    multiplies_bytes,
+    multiplies_tiles,
+    multiplies_words,
+)
 from triptych.kernels.compact import (
     Retirement,
     mass_limits,
@@ -39,7 +44,6 @@ from triptych.kernels.int8 import (
     Int8Product,
     QuantizedRows,
     add_norm_quantize,
-    has_vnni,
     quantize_rows,
 )
 from triptych.kernels.logits import recompute_largest
@@ -89,7 +93,6 @@ __all__ = [
     "decode_attention",
     "draw_tokens",
     "gate",
-    "has_vnni",
     "in_pieces",
     "largest_sums",
     "load_tokens",
@@ -97,6 +100,7 @@ __all__ = [
     "mean_sums",
     "move_tokens",
     "multiplies_bfloat",
+    "multiplies_bytes",
     "multiplies_tiles",
     "multiplies_words",
     "multiply_int4",

@@ -15,8 +15,13 @@ from importlib import import_module
 
 from triptych.core.config.machine import usable_cores
 from triptych.kernels.codegen.kernel_cache import CalledKernels, EntryPoint, kernel_cache_dir
-from triptych.kernels.codegen.native import multiplies_bfloat, multiplies_tiles, multiplies_words
-from triptych.kernels.int8.product import has_vnni
+from triptych.kernels.codegen.native import (
+    multiplies_bfloat,
+    multiplies_bytes,
+    multiplies_tiles,
+    multiplies_words,
+)
+from triptych.kernels.int8.product import LibraryProduct
 
 COMPILED, FOUND = b"c", b"f"
 Group = tuple[str, ...]
@@ -39,9 +44,9 @@ def groups() -> list[Group]:
         products = ["vector_product"]
     if multiplies_tiles():
         products = ["amx_product", "amx_levels"]
-    in_8_bits = "int8.dot_product" if has_vnni() else "dense.register_product"
+    in_8_bits = "int8.dot_product" if multiplies_bytes() else "dense.register_product"
     codes = [tuple(f"{in_8_bits}:{name}" for name in ("_multiply", "_start"))]
-    if has_vnni() and multiplies_tiles():
+    if LibraryProduct.takes_here():
         codes = []  # oneDNN's
     return [
         tuple(f"codec.codec_numba:{name}" for name in codec),

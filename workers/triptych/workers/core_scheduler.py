@@ -43,7 +43,7 @@ waited. A prompt is computed sooner on all cores, and more requests are decoded 
 
 
 class CoreUse(Enum):
-    """What a step does with the cores that it has."""
+    """How the threads of a step use its cores."""
 
     TEAM = "team"
     """Its threads wait for each other after each operation."""

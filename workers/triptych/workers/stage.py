@@ -56,7 +56,7 @@ class Engine(Protocol):
         ...
 
     def core_use(self) -> CoreUse:
-        """What the next step does with its cores."""
+        """How the threads of the next step use its cores."""
         ...
 
     def requests(self) -> list[str]:

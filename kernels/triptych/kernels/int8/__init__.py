@@ -5,7 +5,7 @@ The ops before a product return ``QuantizedRows``, so that no pass only finds co
 
 from triptych.kernels.int8 import reference
 from triptych.kernels.int8.dot_product import DotProduct
-from triptych.kernels.int8.product import Int8Product, has_vnni
+from triptych.kernels.int8.product import Int8Product
 from triptych.kernels.int8.rows import QuantizedRows
 from triptych.kernels.op import Op
 
@@ -14,7 +14,6 @@ __all__ = [
     "Int8Product",
     "QuantizedRows",
     "add_norm_quantize",
-    "has_vnni",
     "quantize_rows",
 ]
 

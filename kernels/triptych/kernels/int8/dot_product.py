@@ -254,11 +254,6 @@ class DotProduct:
     def inputs(self) -> int:
         return self.packed.shape[1] * QUAD
 
-    @property
-    def size_bytes(self) -> int:
-        facts = (self.scales, self.first, self.bias)
-        return self.packed.nbytes + sum(part.nbytes for part in facts)
-
     def __call__(self, rows: QuantizedRows, dtype: torch.dtype) -> Tensor:
         """Shapes:  of (T, in) -> (T, results)"""
         out = torch.empty(len(rows.codes), self.results, dtype=dtype)

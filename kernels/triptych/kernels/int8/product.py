@@ -17,23 +17,9 @@ from triptych.kernels.int8.rows import LARGEST_CODE, ZERO_CODE, QuantizedRows, r
 from triptych.kernels.pointwise import gate
 
 
-def has_vnni() -> bool:
-    """Whether this processor adds products of 8 bits in 32 bits."""
-    return multiplies_bytes()
-
-
-def _has_library() -> bool:
-    """Whether oneDNN multiplies codes in tiles.
-
-    In vectors it is no faster than ``DotProduct``, and without VNNI it adds pairs of products in 16
-    bits, which overflow.
-    """
-    return has_vnni() and multiplies_tiles() and torch.backends.mkldnn.is_available()
-
-
 @dataclass(frozen=True, slots=True)
 class LibraryProduct:
-    """A product of oneDNN."""
+    """A product of oneDNN, times the scales of outputs, in float32."""
 
     packed: Tensor
     """In its layout."""
@@ -41,15 +27,22 @@ class LibraryProduct:
     zeros: Tensor
 
     @classmethod
+    def takes_here(cls) -> bool:
+        """Whether oneDNN multiplies codes in tiles.
+
+        In vectors it is no faster than ``DotProduct``, and without VNNI it adds pairs of products
+        in 16 bits, which overflow.
+        """
+        has_library = torch.backends.mkldnn.is_available()
+        return multiplies_bytes() and multiplies_tiles() and has_library
+
+    @classmethod
     def of(cls, codes: Tensor, scales: Tensor) -> "LibraryProduct":
         packed = torch.ops.onednn.qlinear_prepack(codes, None)
         return cls(packed, scales, torch.zeros(len(scales), dtype=torch.int32))
 
     def __call__(self, codes: Tensor) -> Tensor:
-        """The product times the scales of outputs.
-
-        Shapes:  (T, in) -> (T, out) float32
-        """
+        """Shapes:  (T, in) -> (T, out)"""
         return in_pieces(self._multiply, codes, ROW_COUNTS)
 
     def _multiply(self, codes: Tensor) -> Tensor:
@@ -71,23 +64,46 @@ class LibraryProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Product:
-    """A product with constant weights in 8 bits, one scale for each output."""
+class ScaledProduct:
+    """A product to whose results scales of rows, bias and gate are applied afterwards."""
 
-    product: DotProduct | LibraryProduct | RegisterProduct
+    product: LibraryProduct | RegisterProduct
     scales: Tensor
     """Of outputs."""
     bias: Tensor | None
+    is_gated: bool
+
+    def __call__(self, rows: QuantizedRows, dtype: torch.dtype) -> Tensor:
+        """As ``DotProduct``."""
+        if not len(rows.codes):
+            results = len(self.scales) // 2 if self.is_gated else len(self.scales)
+            return rows.scales.new_empty(0, results, dtype=dtype)
+        if isinstance(self.product, RegisterProduct):
+            numbers = self.product(rows.codes, torch.float32, self.scales)
+        else:
+            numbers = self.product(rows.codes)
+        numbers = numbers.mul_(rows.scales[:, None])
+        if self.bias is not None:
+            numbers = numbers.add_(self.bias)
+        return (gate(numbers) if self.is_gated else numbers).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Product:
+    """A product with constant weights in 8 bits, one scale for each output."""
+
+    product: DotProduct | ScaledProduct
     dtype: torch.dtype
     """Type of the results."""
-    inputs: int
-    is_gated: bool
-    """Whether results are ``silu`` of the first half of the outputs, times the others."""
+    results: int
+    """Numbers of a row of results."""
+    size_bytes: int
+    """Of weights, scales and bias, all of which a product reads."""
 
     @classmethod
     def takes_here(cls) -> bool:
         """Whether there is a product for this processor."""
-        return has_vnni() or multiplies_words()
+        return multiplies_bytes() or multiplies_words()
 
     @classmethod
     def of(
@@ -100,42 +116,33 @@ class Int8Product:
     ) -> "Int8Product":
         """Rotate and quantize weights.
 
+        ``is_gated``: results are ``silu`` of the first half of the outputs, times the others.
+
         Shapes:  weight (out, in); bias (out,)
         """
         turned = rotate_inputs(weight.float())
         scales = turned.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_CODE
         codes = (turned / scales[:, None]).round().to(torch.int8)
-        bias, inputs = None if bias is None else bias.float(), weight.shape[1]
-        product: DotProduct | LibraryProduct | RegisterProduct
-        if _has_library():
-            product = LibraryProduct.of(codes, scales)
-        elif has_vnni() and inputs % QUAD == 0:
-            product = DotProduct.of(codes, scales, bias, is_gated=is_gated)
-        else:
-            product = RegisterProduct.of(codes)
-        return cls(product, scales, bias, dtype, inputs, is_gated)
-
-    @property
-    def results(self) -> int:
-        """Numbers of a row of results."""
-        return len(self.scales) // 2 if self.is_gated else len(self.scales)
-
-    @property
-    def size_bytes(self) -> int:
-        bias = 0 if self.bias is None else self.bias.nbytes
-        return len(self.scales) * self.inputs + self.scales.nbytes + bias
+        bias = None if bias is None else bias.float()
+        outputs, size = len(codes), codes.numel() + scales.nbytes
+        return cls(
+            product=_product(codes, scales, bias, is_gated=is_gated),
+            dtype=dtype,
+            results=outputs // 2 if is_gated else outputs,
+            size_bytes=size if bias is None else size + bias.nbytes,
+        )
 
     def __call__(self, rows: QuantizedRows) -> Tensor:
         """Shapes:  of (T, in) -> (T, results)"""
-        if isinstance(self.product, DotProduct):
-            return self.product(rows, self.dtype)
-        if not len(rows.codes):
-            return rows.scales.new_empty(0, self.results, dtype=self.dtype)
-        if isinstance(self.product, RegisterProduct):
-            numbers = self.product(rows.codes, torch.float32, self.scales)
-        else:
-            numbers = self.product(rows.codes)
-        numbers = numbers.mul_(rows.scales[:, None])
-        if self.bias is not None:
-            numbers = numbers.add_(self.bias)
-        return (gate(numbers) if self.is_gated else numbers).to(self.dtype)
+        return self.product(rows, self.dtype)
+
+
+def _product(
+    codes: Tensor, scales: Tensor, bias: Tensor | None, *, is_gated: bool
+) -> DotProduct | ScaledProduct:
+    """The fastest product of this processor."""
+    if LibraryProduct.takes_here():
+        return ScaledProduct(LibraryProduct.of(codes, scales), scales, bias, is_gated)
+    if multiplies_bytes() and codes.shape[1] % QUAD == 0:
+        return DotProduct.of(codes, scales, bias, is_gated=is_gated)
+    return ScaledProduct(RegisterProduct.of(codes), scales, bias, is_gated)

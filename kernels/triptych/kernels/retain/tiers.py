@@ -13,7 +13,7 @@ STEPS = 40
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """What it takes to store a token in each tier, and what is lost of its value there."""
+    """Rates and distortions of tokens by tier: their bytes, and the errors of their values."""
 
     bytes: Sequence[float]
     """Of a token that is dropped (0), low and high."""

@@ -19,8 +19,7 @@ from transformers import (
 
 from tests.tiny import DIFFKV, byte_tokenizer
 from tests.unit.workers.test_local_server import config, greedy, prompt
-from triptych.kernels import multiplies_words
-from triptych.kernels.codegen.native import multiplies_bytes
+from triptych.kernels import multiplies_bytes, multiplies_words
 from triptych.workers.decode.steps import step_programs
 from triptych.workers.decode.steps.step_programs import StepPrograms
 from triptych.workers.local import Completion, LocalServer

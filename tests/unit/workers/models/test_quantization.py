@@ -27,7 +27,7 @@ from triptych.kernels import (
     BlockedProduct,
     Int4Tiles,
     Int8Product,
-    has_vnni,
+    multiplies_bytes,
     multiplies_tiles,
     multiplies_words,
 )
@@ -365,7 +365,7 @@ def test_prompts_in_8_bits_are_the_default_of_bfloat16_alone(original: Path) -> 
         return not torch.equal(*outputs)
 
     # Tiles are as fast in 16 bits, and without VNNI codes are little faster.
-    assert is_mixed("bfloat16") is (has_vnni() and not multiplies_tiles())
+    assert is_mixed("bfloat16") is (multiplies_bytes() and not multiplies_tiles())
     assert not is_mixed("float32")
     assert not is_mixed("float16")
     assert not is_mixed("bfloat16", "none")

@@ -8,8 +8,7 @@ import pytest
 from tests.tiny import DIFFKV
 from tests.unit.workers.decode.test_step_programs import no_programs, save
 from tests.unit.workers.test_local_server import config, greedy, prompt
-from triptych.kernels import multiplies_words
-from triptych.kernels.codegen.native import multiplies_bytes
+from triptych.kernels import multiplies_bytes, multiplies_words
 from triptych.workers.local import Completion, LocalServer
 from triptych.workers.prefill import prompt_programs
 from triptych.workers.prefill.prompt_programs import PromptPrograms

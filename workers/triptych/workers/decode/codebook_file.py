@@ -29,7 +29,7 @@ AGAIN = "run 'triptych codebooks' for this model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodebookRecord:
-    """What a file of codebooks was fitted to."""
+    """The model and the texts that codebooks of a file were fitted to."""
 
     weights: str
     """Hash of the model's weights."""

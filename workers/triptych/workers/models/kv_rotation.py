@@ -67,33 +67,30 @@ class Coordinates:
         traits: LayerTraits,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Computes in float32, so that the rotation adds no 16-bit rounding."""
-        rotated = rotate_kv(query, key, value, self.centre[layer])
+        stored = self._as_stored(layer, query, key, value)
         if isinstance(attend, RotatingAttend):
-            return attend.rotated_back(layer, *rotated, traits, sinks, query.dtype)
-        mixed = attend(layer, *rotated, traits, sinks)
-        return rotate_back(mixed, query.dtype)
+            return attend.rotated_back(layer, *stored, traits, sinks, query.dtype)
+        return rotate_back(attend(layer, *stored, traits, sinks), query.dtype)
+
+    def _as_stored(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values in the coordinates of pages.
+
+        Computes in float32, so that the rotation adds no 16-bit rounding.
+        """
+        return rotate_kv(query, key, value, self.centre[layer])
 
 
 class ValueCoordinates(Coordinates):
     """Only values are rotated; keys are centred."""
 
-    def _attend(
-        self,
-        attend: Attend,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        traits: LayerTraits,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        centred = key.float() - self.centre[layer]
+    def _as_stored(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # The matrix is its own inverse.
-        parts = query.float(), centred, rotate_back(value.float(), torch.float32)
-        if isinstance(attend, RotatingAttend):
-            return attend.rotated_back(layer, *parts, traits, sinks, query.dtype)
-        return rotate_back(attend(layer, *parts, traits, sinks), query.dtype)
+        rotated = rotate_back(value.float(), torch.float32)
+        return query.float(), key.float() - self.centre[layer], rotated
 
 
 class LatentCoordinates(Coordinates):
@@ -179,19 +176,11 @@ class PairCoordinates(Coordinates):
         bases = ordered @ hadamard(geometry.head_dim)
         return cls(in_bases(centre, ordered).to(device), bases.to(device))
 
-    def _attend(
-        self,
-        attend: Attend,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        traits: LayerTraits,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def _as_stored(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         of_keys = self.bases[layer]
-        parts = in_bases(query, of_keys), in_bases(key, of_keys), value
-        return super()._attend(attend, layer, *parts, traits, sinks).to(query.dtype)
+        return super()._as_stored(layer, in_bases(query, of_keys), in_bases(key, of_keys), value)
 
 
 def order_matrices(order: Tensor, dim: int) -> Tensor:

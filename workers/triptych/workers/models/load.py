@@ -11,7 +11,7 @@ from torch import Tensor
 from triptych.core.config import DType, PromptQuantization, Quantization
 from triptych.core.errors import ModelError
 from triptych.core.messages import Stage
-from triptych.kernels import Int8Product, has_vnni, multiplies_tiles
+from triptych.kernels import Int8Product, multiplies_bytes, multiplies_tiles
 from triptych.workers.models.attention_interface import Attend
 from triptych.workers.models.early_exit import Exits
 from triptych.workers.models.facts import ModelFacts, describe, weights_of
@@ -134,7 +134,7 @@ def prompts_in_int8(
     if prompts == "int8":
         _check_possible(path, "prefill.quantization: int8", is_possible=is_possible)
         return layers != "int8"
-    fits = is_possible and has_vnni() and not multiplies_tiles()
+    fits = is_possible and multiplies_bytes() and not multiplies_tiles()
     return fits and layers == "dense" and prompts == quantization == "auto" and dtype == "bfloat16"
 
 

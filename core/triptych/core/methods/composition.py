@@ -234,7 +234,9 @@ class Method:
         """
         for part in self.parts:
             trained: frozenset[Need] = frozenset({"training"} if part.network in networks else ())
-            for need in sorted(part.needs - provided - trained):
+            missing = part.needs - provided - trained
+            # First what a command for the profile has an option for: that makes the profile, too.
+            for need in sorted(missing, key=lambda need: (need not in OF_PROFILES, need)):
                 way_out = (
                     f": {WAYS_OUT[need]}".format(train=TRAIN[modality]) if need in WAYS_OUT else ""
                 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.moves import ALONE, LATENTS
 from triptych.kernels import Past, multiplies_words, prefill_attention, significance_of
-from triptych.kernels.prefill.cpu_bfloat import STRIPE
+from triptych.kernels.prefill.cpu_bfloat import SHARE, STRIPE
 
 BACKENDS = [name for name in prefill_attention.backends if name != "cuda"]
 """Backends on the CPU; tests of the GPU backend are in ``gpu/``."""
@@ -143,6 +143,21 @@ def test_bfloat16_heads_of_any_size_with_windows_and_sinks(dim: int, window: int
 @pytest.mark.parametrize("window", [0, 1500])
 def test_bfloat16_weights_of_many_keys_are_made_some_keys_at_a_time(window: int) -> None:
     check("cpu", ragged_batch([2 * STRIPE + 40], 2, 1, 32, torch.bfloat16), 1e-2, window=window)
+
+
+def test_no_bit_of_outputs_and_sums_depends_on_the_number_of_threads() -> None:
+    batch = ragged_batch([2 * SHARE + 40], 3, 1, 64, torch.bfloat16)
+    results, threads = list[tuple[Tensor, Tensor]](), torch.get_num_threads()
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        sums = torch.zeros(1, 3, batch.offsets[-1])
+        inputs = batch.query, batch.key, batch.value, batch.offsets
+        out = prefill_attention.on("cpu")(*inputs, scale=0.125, significance=sums)
+        results.append((out, sums))
+    torch.set_num_threads(threads)
+    for out, sums in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(sums, results[0][1])
 
 
 @pytest.mark.parametrize("options", [{"window": 1}, {"window": 33}, {"softcap": 1.5}])

@@ -1,5 +1,6 @@
 """Turns on the cores, with real processes."""
 
+import math
 import os
 import signal
 import subprocess
@@ -15,11 +16,13 @@ import torch
 
 from triptych.core.config.machine import usable_cores
 from triptych.workers.core_scheduler import CoreUse, DedicatedCores, SharedCores
+from triptych.workers.thread_team import ThreadTeam
 
 WORKER = """
 import sys, time
 from pathlib import Path
 from triptych.workers.core_scheduler import SharedCores
+from triptych.workers.thread_team import ThreadTeam
 
 turns = SharedCores(Path(sys.argv[1]), cores=1)
 print("ready", flush=True)
@@ -199,6 +202,7 @@ READER = """
 import sys, time
 from pathlib import Path
 from triptych.workers.core_scheduler import SharedCores
+from triptych.workers.thread_team import ThreadTeam
 
 turns = SharedCores(Path(sys.argv[1]), cores=1)
 turns.set_working(has_more=True, has_prompts=True)
@@ -257,3 +261,16 @@ def test_decode_lends_its_core_to_a_chunk_and_keeps_it_after(tmp_path: Path, cas
     lends = case == "prompts wait"
     assert chunks == ([2, 2, 1] if lends else [1, 1, 1])
     assert answers == [1, 1, 1, 1]
+
+
+def test_answers_do_not_wait_for_a_chunk_that_leaves_them_their_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = SharedCores(tmp_path, cores=2)
+    decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
+    reduced = ThreadTeam(threads=1, enlarge_at_s=math.inf)
+    monkeypatch.setattr(prompts, "_read_team", lambda: reduced)
+    with prompts.step(lambda: True):
+        assert torch.get_num_threads() == 1
+        with decode.step(lambda: False, CoreUse.SMALL):  # would wait for ever
+            assert torch.get_num_threads() == 1

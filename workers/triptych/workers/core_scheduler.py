@@ -167,19 +167,23 @@ class SharedCores:
         if not self._is_divided:
             yield
             return
+        is_team = not self._is_decode_only and use is not CoreUse.SMALL
+        team = self._enlarged_team() if is_team else None
+        if team is not None and team.threads <= self._share:  # nobody has to wait for it
+            torch.set_num_threads(team.threads)
+            yield
+            return
         with self._alone() as is_alone:
             if not is_alone:
                 torch.set_num_threads(min(self._share, self._read_team().threads))
                 yield
-            elif self._is_decode_only and use is CoreUse.DIVIDED:
-                torch.set_num_threads(max(2, self._cores - 1))
-                yield
-            elif self._is_decode_only or use is CoreUse.SMALL:
-                torch.set_num_threads(self._cores - 1)
-                yield
-            else:
-                with self._team():
+            elif team is not None:
+                with self._judged(team):
                     yield
+            else:
+                is_divided = self._is_decode_only and use is CoreUse.DIVIDED
+                torch.set_num_threads(max(1 + is_divided, self._cores - 1))
+                yield
 
     @contextmanager
     def _alone(self) -> Generator[bool]:
@@ -199,18 +203,22 @@ class SharedCores:
             fcntl.flock(self._both, fcntl.LOCK_UN)
 
     @contextmanager
-    def _team(self) -> Generator[None]:
+    def _judged(self, team: ThreadTeam) -> Generator[None]:
         """Run a step with the shared thread team, and judge the team by what the step used."""
-        team, before = self._read_team(), Usage.now()
-        if team.threads < self._cores:
-            team = team.enlarged(self._cores, idle_cores(), before.wall_s)
-        if team.threads != torch.get_num_threads():
-            torch.set_num_threads(team.threads)
+        before = Usage.now()
+        torch.set_num_threads(team.threads)
         yield
         after = Usage.now()
         team = team.after(after - before, after.wall_s)
         numbers = team.threads, team.enlarge_at_s, team.rest_s, *astuple(team.window)
         os.pwrite(self._turn, _TEAM.pack(*numbers), 0)
+
+    def _enlarged_team(self) -> ThreadTeam:
+        """The team for the next step, with cores that became idle."""
+        team = self._read_team()
+        if team.threads >= self._cores:
+            return team
+        return team.enlarged(self._cores, idle_cores(), time.monotonic())
 
     def _read_team(self) -> ThreadTeam:
         """The team as the last step left it; all cores at the first step."""

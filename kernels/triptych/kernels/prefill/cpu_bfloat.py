@@ -7,7 +7,9 @@ are added up in float32. Weights are powers of two, computed as bfloat16 numbers
 the largest logit of the keys until then. Their product with the values is divided by their sum.
 
 The bits of a row do not depend on the other rows: each sum is in the order of the keys, and hidden
-keys add zeros. Column sums of a head are added row after row.
+keys add zeros. Threads take ``SHARE`` queries of a head at a time, so that nine heads take two
+threads half of the time that they take one. Column sums of these queries are added row after row,
+and then to those of the queries before, so that no bit depends on the number of threads.
 
 Source: online softmax, FlashAttention (Dao et al., 2022)
 
@@ -74,6 +76,8 @@ from triptych.kernels.prompt_parts import (
 STRIPE = 1024
 """Keys whose logits are computed together, so that those of a block of queries stay in the cache.
 With 256 a prompt of 3,584 tokens takes 7 % longer: each row has a largest logit to be found."""
+SHARE = 128
+"""Queries of a head that one thread computes: whole blocks of ``ROWS``."""
 PADDING = TILE
 """Numbers between rows of logits, so that columns of a tile do not compete for cache lines."""
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
@@ -83,8 +87,8 @@ LEAST = np.float32(-(2.0**100))
 COUNTER, HEADS, GROUP, DIM, SCALE, WINDOW, CONFIG, PACK, QUERY, QUERY_KIND, QUERY_TOKEN = range(11)
 QUERY_HEAD, OUT, SINKS, MASK, MASK_HEAD, LAYER, PARTS, KEYS, VALUES, STRIDES = range(11, 21)
 ARENA, PAGE_COUNT, PAGE_BYTES, PAGE_TOKENS, KEY_ROWS, KEY_ROW, VALUE_ROWS, VALUE_ROW = range(24, 32)
-BAD, PART, KNOWN, KEY, VALUE, BROKEN = range(32, 38)
-WORDS = 38
+BAD, PART, KNOWN, KEY, VALUE, BROKEN, ADDED = range(32, 39)
+WORDS = 39
 """Words of a job. ``PARTS``: address of the parts of prompts, see ``PartTable``.
 
 With ``KEYS`` there is one part, whose ``KEYS`` and ``VALUES`` are float32; ``STRIDES`` of their
@@ -93,8 +97,9 @@ heads and tokens are in elements. Else keys and values are float16 numbers in th
 
 Set for each part: ``PART`` is its address, ``KNOWN`` its tokens and the earlier ones. ``KEY`` has
 tiles [d / 2, 32] of pairs of channels, ``VALUE`` pairs of keys [N / 2, d]; both are of bfloat16,
-for each head, and ``d`` is rounded up to whole tiles. ``BROKEN``: whether a key is not finite,
-which makes the outputs NaN: powers of NaN are 0.
+for each head, and ``d`` is rounded up to whole tiles. ``ADDED`` has the column sums [H, shares, N]
+of each share of the queries, N rounded up; 0: none are asked for. ``BROKEN``: whether a key is not
+finite, which makes the outputs NaN: powers of NaN are 0.
 """
 FEW = 1 << 13
 """Up to so many logits one thread computes alone."""
@@ -321,13 +326,17 @@ def _add_sums(part, begin, seen, count, weights, totals, most, shifts, sums):
 
 @team_body
 def _work(address):
-    """Take heads of a part from the shared counter until none is left."""
+    """Take shares of the queries of a head from the shared counter until none is left.
+
+    The last queries of a head, which see most keys, come first.
+    """
     job = carray(pointer(address), WORDS, np.int64)
     part = carray(pointer(job[PART]), PART_WORDS, np.int64)
+    shares = _wide(part[COUNT], SHARE) // SHARE
     known, wide = _wide(job[KNOWN], TILE), _wide(job[DIM], TILE)
     blocks, pitch = _wide(known, STRIPE) // STRIPE, STRIPE + PADDING
     kept = known + PADDING if part[SUMS] else pitch
-    size = ROWS * (4 * pitch + 2 * kept + 6 * wide + 4 * (LANES + 1 + blocks)) + 4 * known
+    size = ROWS * (4 * pitch + 2 * kept + 6 * wide + 4 * (LANES + 1 + blocks))
     memory = np.zeros(size + CACHE_LINE, np.uint8)
     at = line_address(memory)
     logits = carray(pointer(at), (ROWS, pitch), np.float32)
@@ -343,27 +352,37 @@ def _work(address):
     most = carray(pointer(at), ROWS, np.float32)
     at += most.nbytes
     shifts = carray(pointer(at), (ROWS, blocks), np.float32)
-    at += shifts.nbytes
-    sums, first = carray(pointer(at), known, np.float32), part[SUMS_FROM]
     use_tiles(job[CONFIG])
     while True:
-        head = fetch_add(address, 1)
-        if head >= job[HEADS]:
+        index = fetch_add(address, 1)
+        if index >= job[HEADS] * shares:
             break
-        place = part[SUMS] + job[LAYER] * part[SUMS_LAYER] + head * part[SUMS_HEAD]
-        given = carray(pointer(place), part[SUMMED], np.float32)
+        head, share = index // shares, shares - 1 - index % shares
+        place = job[ADDED] + 4 * known * (head * shares + share)
+        sums = carray(pointer(place), known if job[ADDED] else 0, np.float32)
         sums[:] = ZERO
-        for start in range(0, part[COUNT], ROWS):
+        for start in range(share * SHARE, min((share + 1) * SHARE, part[COUNT]), ROWS):
             begin, seen = _attend_block(
                 job, head, start, query, logits, weights, mixed, totals, most, shifts
             )
-            if part[SUMS]:
+            if job[ADDED]:
                 rows = min(ROWS, part[COUNT] - start)
                 _add_sums(part, begin, seen, rows, weights, totals, most, shifts, sums)
-        for token in range(part[SUMMED]):
-            given[token] += sums[first + token]
     end_tiles()
     memory[0] = 0  # numba frees an array after its last use
+
+
+@kernel
+def _give_sums(job):
+    """Add the column sums of all shares, in the order of their queries, to those of the part."""
+    part = carray(pointer(job[PART]), PART_WORDS, np.int64)
+    shares, known = _wide(part[COUNT], SHARE) // SHARE, _wide(job[KNOWN], TILE)
+    for head in range(job[HEADS]):
+        place = part[SUMS] + job[LAYER] * part[SUMS_LAYER] + head * part[SUMS_HEAD]
+        given = carray(pointer(place), part[SUMMED], np.float32)
+        for share in range(shares):
+            added = job[ADDED] + 4 * (known * (head * shares + share) + part[SUMS_FROM])
+            given += carray(pointer(added), part[SUMMED], np.float32)
 
 
 @job_start
@@ -380,11 +399,16 @@ def _start(words, body, team, threads):
         job[KEY] = line_address(packed)
         job[VALUE] = job[KEY] + 2 * size
         few = job[HEADS] * part[COUNT] * job[KNOWN] < FEW
+        shares = _wide(part[COUNT], SHARE) // SHARE if part[SUMS] else 0
+        added = np.empty(job[HEADS] * shares * _wide(job[KNOWN], TILE) + LANES, np.float32)
+        job[ADDED] = line_address(added) if part[SUMS] else 0
         job[COUNTER], job[BROKEN] = 0, 0
         run_team(team, job[PACK], job, 1 if few else threads)
         job[COUNTER] = 0
         run_team(team, body, job, 1 if few else threads)
-        packed[0] = 0  # numba frees an array after its last use
+        if part[SUMS]:
+            _give_sums(job)
+        packed[0], added[0] = 0, 0  # numba frees an array after its last use
     return job[BAD]
 
 

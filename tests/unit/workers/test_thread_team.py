@@ -77,12 +77,12 @@ def test_a_team_that_is_reduced_again_and_again_rests_longer() -> None:
     assert (team.threads, team.rest_s) == (2, 0.0)
 
 
-def test_a_team_is_enlarged_after_its_rest_if_a_core_is_idle_and_later_in_any_case() -> None:
+def test_a_team_is_enlarged_after_its_rest_by_idle_cores_and_by_one_in_any_case() -> None:
     team = ThreadTeam(threads=2).after(step(0.3, 1.0, 100), now_s=1.0)
-    assert team.enlarged(2, 1, now_s=1.4).threads == 1
-    assert team.enlarged(2, 1, now_s=1.5).threads == 2
-    assert team.enlarged(2, 0, now_s=31.4).threads == 1
-    assert team.enlarged(2, 0, now_s=31.5).threads == 2
+    assert team.enlarged(4, 3, now_s=1.4).threads == 1
+    assert team.enlarged(4, 3, now_s=1.5).threads == 4
+    assert team.enlarged(4, 2, now_s=1.5).threads == 3
+    assert team.enlarged(4, 0, now_s=1.5).threads == 2
 
 
 @given(

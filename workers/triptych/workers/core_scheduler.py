@@ -37,10 +37,6 @@ a pause saves more time than it takes. With 16 clients on two cores 2.55 to 2.74
 second are answered instead of 2.40 to 2.52, and with 2 as many (docs/log.md). Steps that are
 divided take as long for a request in small steps as in large ones, and do not pause."""
 
-KEEP = 1.0
-"""Time for which decode keeps its cores after it has lent them, in times of that for which it
-waited. A prompt is computed sooner on all cores, and more requests are decoded in a step."""
-
 
 class CoreUse(Enum):
     """How the threads of a step use its cores."""
@@ -100,8 +96,6 @@ class SharedCores:
         """Time (monotonic clock) at which a step that pauses begins at the latest."""
         self._is_lent = False
         """Whether a chunk of a prompt may have the cores of decode."""
-        self._kept_until_s = 0.0
-        """Time (monotonic clock) until which decode does not lend its cores."""
         torch.set_num_threads(self._cores)
 
     def set_working(self, *, has_more: bool, has_prompts: bool) -> None:
@@ -142,9 +136,7 @@ class SharedCores:
 
     def _should_lend(self) -> bool:
         """Whether a chunk of a prompt that begins now may have the cores of decode."""
-        if not self._is_divided or not self._is_decode_only:
-            return False
-        return time.monotonic() >= self._kept_until_s and _is_held(self._queue)
+        return self._is_divided and self._is_decode_only and _is_held(self._queue)
 
     def _claim(self, *, is_lent: bool) -> None:
         """Show the other part that this one works, or that it may have all cores all the same."""
@@ -191,9 +183,7 @@ class SharedCores:
         begun_s = time.monotonic()
         fcntl.flock(self._both, fcntl.LOCK_EX)
         try:
-            waited_s = time.monotonic() - begun_s
-            if waited_s > POLL_S:
-                self._kept_until_s = begun_s + (1 + KEEP) * waited_s
+            if time.monotonic() - begun_s > POLL_S:  # a chunk had its cores: this step keeps them
                 self._claim(is_lent=False)
             is_alone = not self._other_part_works()
             if not is_alone:

@@ -87,13 +87,12 @@ class ThreadTeam:
     def enlarged(self, most: int, idle: int, now_s: float) -> "ThreadTeam":
         """The team after its rest, with idle cores added, at most ``most`` threads.
 
-        One thread is added after ``MAX_REST_S`` more even if no core seems idle: in a container
-        the count may be that of other cores.
+        One thread is added even if no core seems idle: what runs there may be a stage of this
+        server that lets a larger team have its core.
         """
         if now_s < self.enlarge_at_s:
             return self
-        added = max(idle, int(now_s >= self.enlarge_at_s + MAX_REST_S))
-        threads = min(most, self.threads + added)
+        threads = min(most, self.threads + max(1, idle))
         if threads <= self.threads:
             return self
         return ThreadTeam(threads=threads, enlarge_at_s=now_s, rest_s=self.rest_s)

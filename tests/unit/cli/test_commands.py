@@ -237,7 +237,8 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     for name in RAY_ENVIRONMENT:
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
-    path = serve_file({"model": {"name": str(tmp_path), "served_model_name": "tiny"}})
+    served = {"name": str(tmp_path), "served_model_name": "tiny"}
+    path = serve_file({"model": served, "compressor": {"methods": ["kvarn", "kvmerger"]}})
     code, _, err = run("serve", path)
     assert code == 0
     told = " ".join(err.split())
@@ -250,7 +251,8 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     assert program == sys.executable
     module, *arguments = command[1:]
     assert arguments == [path, "30.0", "", "1421", str(shared_memory_dir())]
-    assert compiling == [[sys.executable, "-m", "triptych.kernels.precompile"]]
+    needs = ["merged_tokens", "whole_pages"]
+    assert compiling == [[sys.executable, "-m", "triptych.kernels.precompile", *needs]]
     assert {name: os.environ[name] for name in RAY_ENVIRONMENT} == RAY_ENVIRONMENT
     assert find_spec(module)
     assert find_spec("triptych.deployments.serve_run")

@@ -258,6 +258,20 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     assert find_spec("triptych.deployments.serve_run")
 
 
+def test_help_of_calibrate_has_headings(run: Run) -> None:
+    code, out, _ = run("calibrate", "--help")
+    assert code == 0
+    headings = [line for line in out.splitlines() if line.endswith(":") and line[:1].isalpha()]
+    assert headings[0] == "Arguments:"
+    assert headings[-1] == "Options:"
+    limits = out.partition("Limits of quality:")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in limits.splitlines() if "--" in line] == [
+        "--max-kl",
+        "--min-top1",
+        "--max-perplexity-ratio",
+    ]
+
+
 def test_serve_without_a_file_writes_the_defaults(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ bench: $(READY) ## measure attention and serving into benchmarks/results (an hou
 	@echo "==> attention"
 	@$(BIN)/triptych bench attention --json benchmarks/results/attention.json
 	@echo "==> serving, in turns with transformers"
-	@$(BIN)/python benchmarks/serve.py
+	@$(BIN)/python benchmarks/serving/serve.py
 
 clients: $(READY) ## litellm, langchain, three agent frameworks, instructor, llm, guidellm, lm-eval and schemathesis against the real server
 	@$(BIN)/python -m tests.clients.run

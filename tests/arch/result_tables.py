@@ -128,7 +128,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def image_methods(name: str) -> str:
-    """Answers about pictures by method, of ``benchmarks/image_chats.py accuracy``."""
+    """Answers about pictures by method, of ``benchmarks/serving/image_chats.py accuracy``."""
     rows = [
         (
             f"`{row['method']}`" if row["image_bytes"] else row["method"],

@@ -17,7 +17,13 @@ pytestmark = pytest.mark.skipif(bool(CudaDriver().devices), reason="there is a G
 )
 def test_without_a_gpu_they_end_before_torch_is_imported(asked: str, root: Path) -> None:
     name, *options = asked.split()
-    command = [sys.executable, "-X", "importtime", str(root / "benchmarks" / name), *options]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        str(root / "benchmarks" / "kernels" / name),
+        *options,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     *imported, sentence = done.stderr.splitlines()
@@ -26,7 +32,7 @@ def test_without_a_gpu_they_end_before_torch_is_imported(asked: str, root: Path)
 
 
 def test_an_unknown_order_of_keys_is_refused_with_the_known_ones(root: Path) -> None:
-    command = [sys.executable, str(root / "benchmarks" / "gpu.py"), "--order", "row"]
+    command = [sys.executable, str(root / "benchmarks" / "kernels" / "gpu.py"), "--order", "row"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "no row (have token, channel)" in done.stderr

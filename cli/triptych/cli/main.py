@@ -12,6 +12,7 @@ from triptych.cli.checks.plan import plan
 from triptych.cli.checks.validate import validate
 from triptych.cli.measure import bench, simulate
 from triptych.cli.measure.profile import profile
+from triptych.cli.option_groups import GroupedOptions
 from triptych.cli.output import notes
 from triptych.cli.quality import evaluate, train
 from triptych.cli.quality.calibrate import calibrate
@@ -37,7 +38,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(chat)
 app.command()(validate)
-app.command()(calibrate)
+app.command(cls=GroupedOptions)(calibrate)
 app.command()(spread)
 app.command()(retrieval)
 app.command()(codebooks)

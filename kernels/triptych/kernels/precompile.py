@@ -1,19 +1,21 @@
 # pyright: basic
 """``python -m triptych.kernels.precompile``: compile what a server's first answers need on a CPU.
 
-A server starts this beside Ray, so that both are done at about the same time. A process takes a
-group of functions that call the same others. What is not here, or not done yet, a worker compiles
-when it first calls it; two processes never compile the same entry point.
+A server starts this beside Ray, so that both are done at about the same time. Arguments are what
+its methods need beside what all methods do (``core.methods.kernel_needs``). A process takes a group
+of functions that call the same others. What is not here, or not done yet, a worker compiles when it
+first calls it; two processes never compile the same entry point.
 """
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 
 from triptych.core.config.machine import usable_cores
+from triptych.core.methods.kernel_needs import KernelNeed
 from triptych.kernels.codegen.kernel_cache import CalledKernels, EntryPoint, kernel_cache_dir
 from triptych.kernels.codegen.native import (
     multiplies_bfloat,
@@ -28,9 +30,25 @@ Group = tuple[str, ...]
 """Functions by module and name."""
 
 
-def groups() -> list[Group]:
-    """Kernels of a model with the default settings on this processor, the longest group first."""
-    codec = ["move", "transcode", "append", "start_append"]
+SELECTION: Group = (
+    *("select.cpu_choice:CALLS", "select.cpu_choice:choose_rows"),
+    *("select.cpu_summaries:CALLS", "select.cpu_summaries:summarize"),
+)
+CODEC: Mapping[KernelNeed, Sequence[str]] = {
+    "steps_by_op": ("store", "round_trip", "load"),
+    "merged_tokens": ("store",),
+    "whole_pages": ("move_pages",),
+    "page_selection": ("load",),  # codes of keys are made of decoded pages
+}
+"""Functions of the codec that are called where a server has such a need."""
+
+
+def groups(needs: Collection[str] = ()) -> list[Group]:
+    """Kernels of a model with the default settings on this processor, the longest group first.
+
+    ``needs``: each a ``KernelNeed``, for which more is compiled.
+    """
+    codec = ["CALLS", "move", "transcode", "append", "start_append"]
     attention = ("attend", "take_runs", "record")
     parts, products = ("_work", "_start"), ["integer_product"]
     prompts: list[Group] = [("prefill.cpu_softmax:_work",)]
@@ -39,17 +57,18 @@ def groups() -> list[Group]:
         prompts = [tuple(f"prefill.cpu_bfloat:{name}" for name in names)]
         prompts.append(tuple(f"codec.store_prompts:{name}" for name in parts))
     else:  # layers of prompts are no programs
-        codec += ["store", "round_trip"]
+        codec += CODEC["steps_by_op"]
     if multiplies_bfloat():
         products = ["vector_product"]
     if multiplies_tiles():
         products = ["amx_product", "amx_levels"]
     in_8_bits = "int8.dot_product" if multiplies_bytes() else "dense.register_product"
+    codec += [name for need, names in CODEC.items() if need in needs for name in names]
     codes = [tuple(f"{in_8_bits}:{name}" for name in ("_multiply", "_start"))]
     if LibraryProduct.takes_here():
         codes = []  # oneDNN's
     return [
-        tuple(f"codec.codec_numba:{name}" for name in codec),
+        tuple(f"codec.codec_numba:{name}" for name in dict.fromkeys(codec)),
         *prompts,
         tuple(f"decode.flash_decoding:{name}" for name in attention),
         (
@@ -59,7 +78,8 @@ def groups() -> list[Group]:
         ("block_table_ops:CALLS", "compact.cpu:CALLS", "codegen.jobs:CALLS"),
         ("codegen.jobs:_take_rows",),
         tuple(f"pointwise.cpu_rotation:{name}" for name in parts),
-        ("logits.cpu:_work",),
+        *([SELECTION] if "page_selection" in needs else ()),
+        ("logits.cpu:CALLS", "logits.cpu:_work"),
         tuple(f"int8.cpu:{name}" for name in parts),
         *codes,
         tuple(f"pointwise.cpu:{name}" for name in parts),
@@ -108,7 +128,7 @@ def _compile_groups(every: Sequence[Group], waiting: int, report: int, parent: i
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the server was interrupted: end without a word
-    every, began, compiled = groups(), time.monotonic(), 0
+    every, began, compiled = groups(sys.argv[1:]), time.monotonic(), 0
     total = sum(map(len, every))
     for done, is_new in enumerate(compile_all(every, usable_cores()), 1):
         compiled += is_new

@@ -17,7 +17,10 @@ from triptych.kvpool.pool.stats import (
 from triptych.kvpool.prefix.blocks import Namespace, PinId, Publication
 from triptych.kvpool.prefix.cache import PREFIX_WORKER, FoundPrefix, PrefixSettings
 from triptych.kvpool.rpc.auth import Access
-from triptych.kvpool.rpc.client import LocalPool, PoolClient, PoolWatcher, WorkerPool
+from triptych.kvpool.rpc.client.in_process import LocalPool
+from triptych.kvpool.rpc.client.pool_client import PoolClient
+from triptych.kvpool.rpc.client.watcher import PoolWatcher
+from triptych.kvpool.rpc.client.worker_pool import WorkerPool
 from triptych.kvpool.rpc.gateway import PoolAddress, guest_name, is_guest
 from triptych.kvpool.rpc.local_pool import OWN_WORKERS
 from triptych.kvpool.rpc.server import PoolServer

@@ -25,8 +25,8 @@ class Costs:
     """A message between two processes."""
     encode_step_s: float = 0.013
     encode_token_s: float = 2.6e-4
-    """For each feature of an image; SigLIP-B/16 with 196 of them (``benchmarks/image_chats.py``).
-    Not fitted by ``simulate fit``."""
+    """For each feature of an image; SigLIP-B/16 with 196 of them
+    (``benchmarks/serving/image_chats.py``). Not fitted by ``simulate fit``."""
     prefill_step_s: float = 0.01
     prefill_token_s: float = 6e-4
     prefill_pair_s: float = 4e-8

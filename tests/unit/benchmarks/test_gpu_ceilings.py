@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from benchmarks.gpu_ceilings import limits, rate_of, registering
+from benchmarks.kernels.gpu_ceilings import limits, rate_of, registering
 
 
 def test_a_rate_is_that_of_the_median_call() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kvpress_exchange import CASES, job_hash, read_records, write_cases
+from benchmarks.methods.kvpress_exchange import CASES, job_hash, read_records, write_cases
 from triptych.core.config import AppConfig
 from triptych.core.errors import ConfigError
 from triptych.evals.studies.study import Study, prepare, report

@@ -237,7 +237,8 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     for name in RAY_ENVIRONMENT:
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
-    path = serve_file({"model": {"name": str(tmp_path), "served_model_name": "tiny"}})
+    served = {"name": str(tmp_path), "served_model_name": "tiny"}
+    path = serve_file({"model": served, "compressor": {"methods": ["kvarn", "kvmerger"]}})
     code, _, err = run("serve", path)
     assert code == 0
     told = " ".join(err.split())
@@ -250,10 +251,25 @@ def test_serve_checks_the_file_fetches_the_model_and_runs_it(
     assert program == sys.executable
     module, *arguments = command[1:]
     assert arguments == [path, "30.0", "", "1421", str(shared_memory_dir())]
-    assert compiling == [[sys.executable, "-m", "triptych.kernels.precompile"]]
+    needs = ["merged_tokens", "whole_pages"]
+    assert compiling == [[sys.executable, "-m", "triptych.kernels.precompile", *needs]]
     assert {name: os.environ[name] for name in RAY_ENVIRONMENT} == RAY_ENVIRONMENT
     assert find_spec(module)
     assert find_spec("triptych.deployments.serve_run")
+
+
+def test_help_of_calibrate_has_headings(run: Run) -> None:
+    code, out, _ = run("calibrate", "--help")
+    assert code == 0
+    headings = [line for line in out.splitlines() if line.endswith(":") and line[:1].isalpha()]
+    assert headings[0] == "Arguments:"
+    assert headings[-1] == "Options:"
+    limits = out.partition("Limits of quality:")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in limits.splitlines() if "--" in line] == [
+        "--max-kl",
+        "--min-top1",
+        "--max-perplexity-ratio",
+    ]
 
 
 def test_serve_without_a_file_writes_the_defaults(

@@ -18,7 +18,7 @@ from triptych.core.config import PoolConfig
 from triptych.core.errors import ConfigError, PoolUnavailable
 from triptych.kvpool import About, Access, Namespace, PrefixSettings, Publication
 from triptych.kvpool.rpc.calls import StatPool
-from triptych.kvpool.rpc.client import PoolClient
+from triptych.kvpool.rpc.client.pool_client import PoolClient
 from triptych.kvpool.rpc.server import PoolServer
 from triptych.workers.models.store.safe_files import seal
 

@@ -7,7 +7,9 @@ import pytest
 
 from triptych.core.config import PoolConfig
 from triptych.kvpool import Access, PrefixSettings
-from triptych.kvpool.rpc.client import LocalPool, PoolClient, WorkerPool
+from triptych.kvpool.rpc.client.in_process import LocalPool
+from triptych.kvpool.rpc.client.pool_client import PoolClient
+from triptych.kvpool.rpc.client.worker_pool import WorkerPool
 from triptych.kvpool.rpc.server import PoolServer
 
 PAGES, PAGE_BYTES = 4096, 256

@@ -10,7 +10,7 @@ from triptych.cli.output import JsonFlag, console, make_table, show
 from triptych.cli.serving.serve_file import read_serve_file
 from triptych.core.config import AppConfig, ModelConfig, parse_bytes
 from triptych.core.errors import ConfigError
-from triptych.core.pages import NEAR_SHARE
+from triptych.core.pages.page_plan import NEAR_SHARE
 
 if TYPE_CHECKING:
     from triptych.core.methods.learned_files import LearnedFile

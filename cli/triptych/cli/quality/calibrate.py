@@ -26,35 +26,56 @@ COLUMNS = {
     "perplexity ratio": "perplexity_ratio",
 }
 TIME = "us per token"
+LIMITS, CANDIDATES, FITS = "Limits of quality", "Candidates for settings", "What is fitted besides"
+TEXTS, METHODS, FILES = "Texts to measure on", "Other methods", "Files"
+"""Headings of options."""
 
 
 def calibrate(
     model: Annotated[
         str, typer.Argument(help="Known model name, directory, .gguf file or Hugging Face name.")
     ] = ModelConfig().name,
-    output: Annotated[Path, typer.Option(help="Profile file to write.")] = Path("profile.json"),
-    max_kl: Annotated[float, typer.Option(help="Maximum KL to the full cache, nats.")] = 0.01,
-    min_top1: Annotated[float, typer.Option(help="Minimum top-1 agreement.")] = 0.96,
-    max_perplexity_ratio: Annotated[float, typer.Option(help="Maximum ratio.")] = 1.01,
-    high_format: Annotated[str, typer.Option(help="Format of significant tokens.")] = "k8v4",
+    output: Annotated[
+        Path, typer.Option(help="Profile file to write.", rich_help_panel=FILES)
+    ] = Path("profile.json"),
+    max_kl: Annotated[
+        float, typer.Option(help="Maximum KL to the full cache, nats.", rich_help_panel=LIMITS)
+    ] = 0.01,
+    min_top1: Annotated[
+        float, typer.Option(help="Minimum top-1 agreement.", rich_help_panel=LIMITS)
+    ] = 0.96,
+    max_perplexity_ratio: Annotated[
+        float, typer.Option(help="Maximum ratio.", rich_help_panel=LIMITS)
+    ] = 1.01,
+    high_format: Annotated[
+        str, typer.Option(help="Format of significant tokens.", rich_help_panel=CANDIDATES)
+    ] = "k8v4",
     low_formats: Annotated[
-        str, typer.Option(help="Candidate formats of the others.")
+        str, typer.Option(help="Candidate formats of the others.", rich_help_panel=CANDIDATES)
     ] = "k4v2,k4v4",
-    alphas: Annotated[str, typer.Option(help="Candidates for alpha_high.")] = "2,3,4,5,6,8",
+    alphas: Annotated[
+        str, typer.Option(help="Candidates for alpha_high.", rich_help_panel=CANDIDATES)
+    ] = "2,3,4,5,6,8",
     low_alphas: Annotated[
-        str, typer.Option(help="Candidates for alpha_low; above 0 tokens are dropped.")
+        str,
+        typer.Option(
+            help="Candidates for alpha_low; above 0 tokens are dropped.", rich_help_panel=CANDIDATES
+        ),
     ] = "0",
     scales: Annotated[
         Literal["none", "head", "layer"],
         typer.Option(
             help="Also fit thresholds of each KV head or layer, and keep them if they take fewer "
-            "bytes within the limits."
+            "bytes within the limits.",
+            rich_help_panel=FITS,
         ),
     ] = "none",
     bases: Annotated[
         bool,
         typer.Option(
-            "--bases", help="Also fit bases of keys and values of each head, for the method oscar."
+            "--bases",
+            help="Also fit bases of keys and values of each head, for the method oscar.",
+            rich_help_panel=FITS,
         ),
     ] = False,
     pair_order: Annotated[
@@ -62,27 +83,41 @@ def calibrate(
         typer.Option(
             "--pair-order",
             help="Also order the RoPE pairs of each head by energy, for the method block_gtq.",
+            rich_help_panel=FITS,
         ),
     ] = False,
-    windows: Annotated[str, typer.Option(help="Candidates for recent_window_tokens.")] = "16,32",
-    contexts: Annotated[str, typer.Option(help="Context lengths in tokens.")] = "1024",
-    documents: Annotated[int, typer.Option(min=1, help="Texts per context length.")] = 6,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens scored after each context.")] = 128,
+    windows: Annotated[
+        str, typer.Option(help="Candidates for recent_window_tokens.", rich_help_panel=CANDIDATES)
+    ] = "16,32",
+    contexts: Annotated[
+        str, typer.Option(help="Context lengths in tokens.", rich_help_panel=TEXTS)
+    ] = "1024",
+    documents: Annotated[
+        int, typer.Option(min=1, help="Texts per context length.", rich_help_panel=TEXTS)
+    ] = 6,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Tokens scored after each context.", rich_help_panel=TEXTS)
+    ] = 128,
     methods: Annotated[
         str,
         typer.Option(
             help="Other methods to measure with the chosen settings, for the estimates in answers; "
-            "all: those that a server can offer; empty: none."
+            "all: those that a server can offer; empty: none.",
+            rich_help_panel=METHODS,
         ),
     ] = "all",
     learned: Annotated[
-        str, typer.Option(help="Files of learned networks, as compressor.learned.")
+        str,
+        typer.Option(
+            help="Files of learned networks, as compressor.learned.", rich_help_panel=METHODS
+        ),
     ] = "auto",
     profile: Annotated[
         str,
         typer.Option(
             help="Measure --methods with the settings of this profile, instead of choosing "
-            "settings: a file, or auto: the one that is included for the model."
+            "settings: a file, or auto: the one that is included for the model.",
+            rich_help_panel=METHODS,
         ),
     ] = "",
     pareto: Annotated[
@@ -92,12 +127,15 @@ def calibrate(
             help="Also find the methods among which an adaptive server chooses "
             "(compressor.adaptive): those of the measured ones with no other below them in bytes "
             "and KL; and time them.",
+            rich_help_panel=METHODS,
         ),
     ] = False,
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", help="Write all rows to this file; with --profile, those of its methods."
+            "--json",
+            help="Write all rows to this file; with --profile, those of its methods.",
+            rich_help_panel=FILES,
         ),
     ] = None,
 ) -> None:

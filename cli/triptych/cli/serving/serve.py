@@ -20,6 +20,7 @@ from triptych.cli.serving.serve_model import ModelOptions, is_config_file, write
 from triptych.core.config import AppConfig
 from triptych.core.config.cache_dirs import set_environment_defaults, set_library_environment
 from triptych.core.errors import ConfigError
+from triptych.core.methods.kernel_needs import kernel_needs
 from triptych.kvpool.pool.arena import shared_memory_dir
 
 RAY_ENVIRONMENT = {
@@ -181,9 +182,12 @@ def serve_file(path: Path, temporary: str = "") -> None:
 def start_compiling(configs: Sequence[AppConfig]) -> int:
     """Compile kernels of the CPU in a child process while the rest of a server starts.
 
+    These are the ones of the default settings, and of the methods that the server offers.
+
     Returns: its id; 0 if no stage computes on a CPU
     """
     groups = [group for config in configs for group in config.worker_groups().values()]
     if all(group.actor.num_gpus for group in groups):
         return 0
-    return start_child([sys.executable, "-m", "triptych.kernels.precompile"])
+    needs = {need for config in configs for need in kernel_needs(config)}
+    return start_child([sys.executable, "-m", "triptych.kernels.precompile", *sorted(needs)])

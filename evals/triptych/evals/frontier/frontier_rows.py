@@ -15,7 +15,8 @@ from triptych.evals.metrics.fidelity import Interval, Summary, bootstrap, summar
 from triptych.evals.metrics.text_overlap import bleu, rouge_1, rouge_l
 
 KVPRESS = "kvpress:"
-"""Before the names of presses, which ``benchmarks/kvpress_frontier.py`` adds to the records."""
+"""Before the names of presses, which ``benchmarks/methods/kvpress_frontier.py`` adds to the
+records."""
 PAPERS = {
     FULL: "",
     "mean_attention": "DiffKV's significance as a ranking",

@@ -5,7 +5,7 @@
 from collections import namedtuple
 
 import numpy as np
-from numba import carray
+from numba import carray, types
 
 from triptych.kernels.codec.page_vectors import encode_keys, encode_values
 from triptych.kernels.codec.quantizer import REQUANTIZE
@@ -21,6 +21,7 @@ from triptych.kernels.codec.vectors import (
 )
 from triptych.kernels.codec.whole_vectors import halve_whole, quantize_whole, round_whole
 from triptych.kernels.codegen.jobs import job_start
+from triptych.kernels.codegen.kernel_cache import CalledKernels
 from triptych.kernels.codegen.numba_runtime import (
     CACHE_LINE,
     fetch_add,
@@ -480,3 +481,7 @@ def round_trip(address):
                 value_groups, is_float, times,
             )  # fmt: skip
     memory[0] = 0  # numba frees an array after its last use
+
+
+CALLS = CalledKernels((run, (types.int64[::1], *[types.int64] * 4)))
+"""How Python calls the kernel."""

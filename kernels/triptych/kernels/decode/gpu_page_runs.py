@@ -153,35 +153,15 @@ def attend_pages(
             arena, page_count, table, width, stride, tile, FORM, BACKWARD, listed, base
         )
         live = token < tl.minimum(count - tile * FORM.tokens, FORM.tokens)
+        key = None  # with widths each segment is loaded for itself
         if FORM.key_widths == 0:
             key = tl.load(page + key_at)
         value = units_of(page + FORM.values, value_at, FORM.value_units, FORM.value_tile)
         scale, zero = metadata_of(page, token, live, FORM, False)
-        if FORM.by_channel:
-            own, offset, divisor = page_query(query, page, G, HEADS, FORM)
-            logits = page_logits(transposed(own), key, READ, HEADS, FORM, EXACT)
-            logits = logits * divisor[None, :] + offset[None, :]
-            if FORM.is_balanced:
-                logits = logits * token_scales(page, token, live, FORM)[:, None]
-            logits = logits * factor
-        elif FORM.key_widths > 0:
-            logits = tl.zeros([READ, HEADS], tl.float32)
-            SEGMENTS: tl.constexpr = FORM.key_segments
-            for at in tl.static_range(len(SEGMENTS)):
-                logits = plus_segment_of_page(
-                    logits, split, totals, page, inside, token, live, at, FORM, EXACT
-                )
-            logits = logits * (unit * factor)[None, :]
-        else:
-            key_scale, key_zero = metadata_of(page, token, live, FORM, True)
-            if FORM.has_byte_keys:
-                logits = byte_logits(digits, key, READ, HEADS, FORM)
-                if FORM.key_bits == 8:
-                    key_zero += 128.0 * key_scale
-            else:
-                logits = page_logits(split, key, READ, HEADS, FORM, EXACT)
-            logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
-            logits = logits * (unit * factor)[None, :]
+        logits = logits_of_page(
+            query, split, total, unit, factor, digits, totals, page, key, inside, token, live,
+            READ, G, HEADS, FORM, EXACT,
+        )  # fmt: skip
         logits = biased(capped(logits, cap, CAPPED), page, token, live, FORM)
         shown = live
         if is_windowed:
@@ -189,11 +169,7 @@ def attend_pages(
         hidden = tl.where(is_known, float("-inf"), float("nan"))
         power, inverse = power_of(scale)
         logits = tl.where(shown[:, None], logits + power[:, None], hidden)
-        before = peak
-        peak = tl.maximum(peak, tl.max(logits, 0))
-        start = tl.where(peak == float("-inf"), 0.0, peak)
-        weights = tl.exp2(logits - start[None, :])
-        rescale = tl.exp2(before - start)
+        weights, peak, rescale = weights_of(logits, peak)
         mass = mass * rescale + tl.sum(weights * inverse[:, None], 0)
         zero_part = tl.sum(weights * (zero * inverse)[:, None], 0)
         if not FORM.is_balanced:
@@ -209,6 +185,54 @@ def attend_pages(
     for share in tl.static_range(PARTS):
         shifted = shifted + (outs[share] + shift[None, :],)
     return peak, mass, shifted
+
+
+@triton.jit
+def logits_of_page(
+    query, split, total, unit, factor, digits, totals, page, key, row, token, live,
+    READ: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, FORM: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Logits [tokens, heads] of a page's tokens, before cap and biases.
+
+    The query is as ``attend_pages`` has it: itself, its parts, the sum of its numbers and their
+    unit, its digits for products of bytes, and its sums by segments of keys. ``key``: the codes.
+    """
+    if FORM.by_channel:
+        own, offset, divisor = page_query(query, page, G, HEADS, FORM)
+        logits = page_logits(transposed(own), key, READ, HEADS, FORM, EXACT)
+        logits = logits * divisor[None, :] + offset[None, :]
+        if FORM.is_balanced:
+            logits = logits * token_scales(page, token, live, FORM)[:, None]
+        logits = logits * factor
+    elif FORM.key_widths > 0:
+        logits = tl.zeros([READ, HEADS], tl.float32)
+        SEGMENTS: tl.constexpr = FORM.key_segments
+        for at in tl.static_range(len(SEGMENTS)):
+            logits = plus_segment_of_page(
+                logits, split, totals, page, row, token, live, at, FORM, EXACT
+            )
+        logits = logits * (unit * factor)[None, :]
+    else:
+        key_scale, key_zero = metadata_of(page, token, live, FORM, True)
+        if FORM.has_byte_keys:
+            logits = byte_logits(digits, key, READ, HEADS, FORM)
+            if FORM.key_bits == 8:
+                key_zero += 128.0 * key_scale
+        else:
+            logits = page_logits(split, key, READ, HEADS, FORM, EXACT)
+        logits = logits * key_scale[:, None] + total[None, :] * key_zero[:, None]
+        logits = logits * (unit * factor)[None, :]
+    return logits
+
+
+@triton.jit
+def weights_of(logits, before):
+    """Weights of tokens after a peak of ``before`` [heads], the new peak, and what sums up to now
+    are multiplied with."""
+    peak = tl.maximum(before, tl.max(logits, 0))
+    start = tl.where(peak == float("-inf"), 0.0, peak)
+    return tl.exp2(logits - start[None, :]), peak, tl.exp2(before - start)
 
 
 @triton.jit

@@ -9,10 +9,11 @@ on are computed again: a few more than asked for, and without sorting a row.
 
 import numpy as np
 import torch
-from numba import carray
+from numba import carray, types
 from torch import Tensor
 
 from triptych.core.errors import ConfigError
+from triptych.kernels.codegen.kernel_cache import CalledKernels
 from triptych.kernels.codegen.numba_runtime import (
     LANES,
     fetch_add,
@@ -120,3 +121,7 @@ def _work(address):
                 if row[token] >= least:
                     read_floats(job[WEIGHT], job[WEIGHT_KIND], token * width, weight)
                     row[token] = _dot(hidden, weight)
+
+
+CALLS = CalledKernels((_start, (types.int64,) * 11))
+"""How Python calls the kernel."""

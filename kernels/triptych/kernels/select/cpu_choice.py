@@ -5,9 +5,10 @@
 from collections import namedtuple
 
 import numpy as np
-from numba import carray
+from numba import carray, types
 
 from triptych.core.head_budgets import BUDGET_STEPS
+from triptych.kernels.codegen.kernel_cache import CalledKernels
 from triptych.kernels.codegen.numba_runtime import (
     call_score_tile,
     fetch_add,
@@ -408,3 +409,7 @@ def choose_rows(address):
             continue
         if not _choose(job, sections, row, keys, found, query, masses):
             fetch_add(address + 8, 1)
+
+
+CALLS = CalledKernels((run_choice, (types.int64[::1], *[types.int64] * 3)))
+"""How Python calls the kernel."""

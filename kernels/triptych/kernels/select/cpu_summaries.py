@@ -3,9 +3,10 @@
 """Compiled computation of page summaries, in the threads of torch."""
 
 import numpy as np
-from numba import carray
+from numba import carray, types
 
 from triptych.kernels.codec.vectors import PART_WORDS, RANGE, decode, part_of
+from triptych.kernels.codegen.kernel_cache import CalledKernels
 from triptych.kernels.codegen.numba_runtime import (
     fetch_add,
     from_half,
@@ -256,3 +257,7 @@ def summarize(address):
                 _write_moments(tile, column % TILE_PAGES, means, first, factors)
             at = tile + before_positions
             _write_positions(at, column % TILE_PAGES, near + job[POSITIONS_AT], keys.shape[1])
+
+
+CALLS = CalledKernels((run_summaries, (types.int64[::1], *[types.int64] * 3)))
+"""How Python calls the kernel."""

@@ -49,8 +49,9 @@ class CostPolicy:
     """
 
     half_life: float = 1024.0
-    """Lookups after which a use counts half. Of what ``benchmarks/prefix_eviction.py`` tries, this
-    is near the best for small caches and large ones, for popularity that drifts and that stays."""
+    """Lookups after which a use counts half. Of what
+    ``benchmarks/kvpool/prefix_eviction.py`` tries, this is near the best for small caches and large
+    ones, for popularity that drifts and that stays."""
 
     def rank(self, before: float | None, seconds: float, nbytes: int, tick: int) -> float:
         worth = math.log2(max(seconds, MIN_SECONDS) / nbytes) + tick / self.half_life

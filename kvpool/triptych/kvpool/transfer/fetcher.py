@@ -36,7 +36,8 @@ from triptych.kvpool.pool.processes import ELSEWHERE
 from triptych.kvpool.rpc import calls
 from triptych.kvpool.rpc.auth import Access
 from triptych.kvpool.rpc.channel import FrameChannel
-from triptych.kvpool.rpc.client import HEARTBEAT_PERIOD_S, WorkerPool
+from triptych.kvpool.rpc.client.pool_client import HEARTBEAT_PERIOD_S
+from triptych.kvpool.rpc.client.worker_pool import WorkerPool
 from triptych.kvpool.rpc.gateway import PoolAddress
 from triptych.kvpool.rpc.messages import Registered
 from triptych.kvpool.rpc.page_ranges import PageRanges

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from triptych.core.methods.kernel_needs import KernelNeed
 from triptych.kernels import precompile
 from triptych.kernels.codegen import kernel_cache
 from triptych.kernels.codegen.kernel_cache import CalledKernels, EntryPoint
@@ -61,7 +63,9 @@ def test_functions_that_were_compiled_are_loaded(tmp_path: Path) -> None:
     assert in_empty_cache(TWICE, tmp_path) == [[True] * 3, [False] * 3]
 
 
-@pytest.mark.parametrize("name", [name for names in precompile.groups() for name in names])
+@pytest.mark.parametrize(
+    "name", [name for names in precompile.groups(get_args(KernelNeed)) for name in names]
+)
 def test_every_name_is_found(name: str) -> None:
     assert isinstance(precompile.find(name), (EntryPoint, CalledKernels))
 

@@ -24,7 +24,7 @@ from triptych.kvpool.pool.processes import ProcessKey
 from triptych.kvpool.pool.stats import DISK_SKIPS, DiskStats
 from triptych.kvpool.prefix.blocks import chain_keys, cut, encode
 from triptych.kvpool.prefix.cache import PrefixCache
-from triptych.kvpool.rpc.client import WorkerPool
+from triptych.kvpool.rpc.client.worker_pool import WorkerPool
 
 NO_SKIPS = dict.fromkeys(DISK_SKIPS, 0)
 

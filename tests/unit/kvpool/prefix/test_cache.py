@@ -19,7 +19,7 @@ from triptych.kvpool import (
 from triptych.kvpool.pool.free_list import PageIds
 from triptych.kvpool.pool.leases import WorkerId
 from triptych.kvpool.prefix.blocks import PinId, encode
-from triptych.kvpool.rpc.client import WorkerPool
+from triptych.kvpool.rpc.client.worker_pool import WorkerPool
 from triptych.kvpool.rpc.page_ranges import PageRanges
 from triptych.kvpool.rpc.prefix_calls import FindPrefix, PublishPrefix
 

@@ -14,7 +14,9 @@ from triptych.core.errors import (
     StaleHandle,
 )
 from triptych.core.handles import LeaseId, LeaseRef
-from triptych.kvpool.rpc.client import LocalPool, PoolClient, WorkerPool
+from triptych.kvpool.rpc.client.in_process import LocalPool
+from triptych.kvpool.rpc.client.pool_client import PoolClient
+from triptych.kvpool.rpc.client.worker_pool import WorkerPool
 from triptych.kvpool.rpc.server import PoolServer
 
 Join = Callable[[str], WorkerPool]

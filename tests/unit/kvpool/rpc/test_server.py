@@ -35,7 +35,8 @@ from triptych.kvpool.pool.page_pool import Pool
 from triptych.kvpool.pool.processes import this_process
 from triptych.kvpool.rpc import calls, messages
 from triptych.kvpool.rpc.channel import MAX_FRAME_BYTES, FrameChannel
-from triptych.kvpool.rpc.client import PoolClient, PoolWatcher
+from triptych.kvpool.rpc.client.pool_client import PoolClient
+from triptych.kvpool.rpc.client.watcher import PoolWatcher
 from triptych.kvpool.rpc.local_pool import LockedPool
 from triptych.kvpool.rpc.page_ranges import PageRanges
 from triptych.kvpool.rpc.server import SWEEP_PERIOD_S, PoolServer, answer

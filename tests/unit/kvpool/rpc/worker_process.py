@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from triptych.core.errors import TriptychError
-from triptych.kvpool.rpc.client import PoolClient
+from triptych.kvpool.rpc.client.pool_client import PoolClient
 
 
 def say(line: str) -> None:

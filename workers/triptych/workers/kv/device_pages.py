@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from triptych.core.pages import NEAR_SHARE
+from triptych.core.pages.page_plan import NEAR_SHARE
 from triptych.kvpool import Arena, DeviceArenas
 from triptych.workers.device import Device
 

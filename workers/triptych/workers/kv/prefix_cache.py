@@ -16,7 +16,8 @@ from torch import Tensor
 
 from triptych.core.errors import NotRegistered, PoolError, PoolUnavailable
 from triptych.core.messages import Prefix, Request
-from triptych.core.pages import BLOCK_PAGES, PagePlan
+from triptych.core.pages import PagePlan
+from triptych.core.pages.page_layouts import BLOCK_PAGES
 from triptych.kernels import NUMERICS_VERSION, transcode
 from triptych.kernels.pages import segments
 from triptych.kvpool import FoundPrefix, Namespace, PinId, Publication, WorkerPool

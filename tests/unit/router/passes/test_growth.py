@@ -27,6 +27,8 @@ from triptych.router.passes.growth import MAX_PAUSE_S
 
 PAGE = MODEL.plan.page_bytes
 PROMPT, MOST, LONG = 50, 4000, 150
+SMALL = 15 * 10**5
+"""Memory in which ``ROOMY_TOKENS`` are booked ahead; there is enough of it."""
 
 
 def chat(name: str = "r", **more: object) -> Request:
@@ -35,7 +37,8 @@ def chat(name: str = "r", **more: object) -> Request:
 
 
 def drive(**settings: object) -> Driver:
-    return Driver("P", "C", "D", slots=8, **settings)  # pyright: ignore[reportArgumentType]
+    given = {"capacity": SMALL} | settings
+    return Driver("P", "C", "D", slots=8, **given)  # pyright: ignore[reportArgumentType]
 
 
 def found(sends: list[Send], kind: type[Message]) -> list[Message]:

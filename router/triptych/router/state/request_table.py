@@ -333,7 +333,8 @@ class Requests:
 
     def move(self, entry: Entry, state: State, now: float) -> None:
         """Put an entry at the end of another state."""
-        self.queue.discard(entry.id)
+        if entry.state is State.WAITING:
+            self.queue.discard(entry.id)
         self.accrue(entry, now)
         if entry.state is State.WAITING and state is State.PREFILLING:
             usage = entry.usage

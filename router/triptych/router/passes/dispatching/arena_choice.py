@@ -134,7 +134,7 @@ class ArenaChoice:
     def could_fit(self, sizes: RequestBytes) -> bool:
         """Whether the arenas with most free bytes have room; if not, no arena has."""
         load_index, ledger = self.cluster.load_index, self.cluster.ledger
-        raw, final = load_index.most_free_arena(), load_index.final_arena(set(), lambda _: True)
+        raw, final = load_index.most_free_arena(), load_index.most_free_decode_arena()
         if raw is None or final is None:
             return False
         return sizes.raw <= ledger.free(raw) and sizes.grown <= ledger.free(final)

@@ -503,7 +503,7 @@ class PagePlan:
         """
         return self.prefix_bytes > 0 and self.prefix_block_tokens > 0
 
-    @property
+    @cached_property
     def prefix_block_tokens(self) -> int:
         """Tokens of a block of the prefix cache; 0 for methods that never use it."""
         form = self.high.format

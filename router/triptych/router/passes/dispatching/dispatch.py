@@ -467,7 +467,7 @@ class Dispatch:
                 self._busy_at = self.cluster.requests.queue.changes
                 self._busy_for = snapshot.needed
             return None, "prefill_busy"
-        if not self.arenas.could_fit(entry.sizes):
+        if not self.arenas.could_fit(entry.sizes, snapshot.arena(snapshot[0])):
             return None, "no_bytes"
         choice = self.placer.choose(snapshot)
         if choice is not None:

@@ -13,7 +13,7 @@ NO_LINES: Lines = {}
 
 def are_peers(arena: str, other: str) -> bool:
     """Whether two arenas are of one pool: then no page is fetched from one to the other."""
-    return pool_of(arena) == pool_of(other)
+    return arena == other or pool_of(arena) == pool_of(other)
 
 
 def lines_before_encoding(
@@ -109,7 +109,7 @@ class ByteLedger:
 
     def used(self, arena: str) -> int:
         """Booked bytes less lent bytes: the capacity less this is free."""
-        return self.booked(arena) - self.lent.get(arena, 0)
+        return self._booked.get(arena, 0) - self.lent.get(arena, 0)
 
     def lend(self, arena: str, count: int) -> None:
         """Set the total of prefix-cache memory that requests may use."""

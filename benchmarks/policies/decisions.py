@@ -64,7 +64,7 @@ def measure(
     count = waiting + decode * SLOTS
     simulation = Simulation(cluster, Costs(), keep_gaps=False)
     trial = simulation.run(jobs(count), stop_s=STOP_S)
-    times = [seconds * 1e3 for seconds in trial.decision_s[count + 2 * replicas :]]
+    times = [seconds * 1e3 for seconds in trial.decision_s[count:]]
     left = count - trial.counters.get("admitted", 0)
     return {
         "replicas": replicas,

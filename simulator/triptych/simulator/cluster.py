@@ -43,7 +43,9 @@ from triptych.simulator.work import StepOutput
 from triptych.simulator.worker import OwnCores, SimulatedWorker, Turns
 
 INGRESS = "ingress"
-REPORT_S, TICK_S = 0.5, 0.25
+REPORT_S, TICK_S = 2.0, 0.25
+"""Real workers report twice a second. Simulated ones do not die, so it is enough that the router
+counts none as silent (``Timeouts.report_bound_s``)."""
 STUCK_S = 3600.0
 """Time without a start or end of a request after which the run counts as stuck."""
 
@@ -84,7 +86,7 @@ class Trial:
     gaps: Counter[float] = field(default_factory=Counter[float])
     """Histogram of the seconds between two output tokens, in steps of 0.1 ms."""
     decision_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Real CPU time of each call of the scheduler."""
+    """Real CPU time of each call of the scheduler, without reports and ticks."""
     state_seconds: dict[str, float] = field(default_factory=dict[str, float])
     """Requests in each state, integrated over time by a sample at each tick."""
     mean_booked_bytes: float = 0.0
@@ -393,7 +395,8 @@ class Simulation:
     # ---------------------------------------------------------------- workers
 
     def _report(self, worker: SimulatedWorker) -> None:
-        self._decide([worker.report()], worker.address, self._shard_of[worker.address])
+        scheduler = self._schedulers[self._shard_of[worker.address]]
+        self._post(scheduler.on(worker.report(), worker.address, self.clock.now))
 
     def _keep_reporting(self, worker: SimulatedWorker) -> None:
         self._report(worker)

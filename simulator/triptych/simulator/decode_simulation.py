@@ -27,7 +27,7 @@ from triptych.core.messages import (
 )
 from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Cluster
-from triptych.simulator.work import FIRST_TOKEN, Lengths, StepOutput, Work, lease_ref
+from triptych.simulator.work import FIRST_TOKEN, TAKEN, Lengths, StepOutput, Work, lease_ref
 from triptych.workers.decode.deadlines import DecodeDeadlines
 
 MOST_QUIET_STEPS = 64
@@ -91,7 +91,7 @@ class DecodeSimulation:
                 return Work(0.0, [s for name in message.requests for s in self._suspend(name)])
             case PageLimit():
                 self._set_limit(message, now)
-                return Work(0.0)
+                return TAKEN
             case Lower():
                 return Work(0.0, [self._lower(message)])
             case Evict():

@@ -31,7 +31,15 @@ from triptych.simulator.costs import Costs
 from triptych.simulator.decode_simulation import DecodeSimulation
 from triptych.simulator.image_stage import EncodeSimulation
 from triptych.simulator.setup import Cluster
-from triptych.simulator.work import FIRST_TOKEN, Lengths, NeverQuiet, StepOutput, Work, lease_ref
+from triptych.simulator.work import (
+    FIRST_TOKEN,
+    TAKEN,
+    Lengths,
+    NeverQuiet,
+    StepOutput,
+    Work,
+    lease_ref,
+)
 from triptych.workers.prefill.chunk_scheduler import ChunkScheduler
 
 
@@ -129,7 +137,7 @@ class PrefillSimulation(NeverQuiet):
     def accept(self, message: Message, _now: float) -> Work | None:
         if isinstance(message, ImagesEncoded):
             self._encoded.add(message.request)
-            return Work(0.0)
+            return TAKEN
         if not isinstance(message, Prefill):
             return None
         for one in message.requests:
@@ -140,7 +148,7 @@ class PrefillSimulation(NeverQuiet):
             else:
                 equal.equal.append(one)
                 equal.due = min(equal.due, due)
-        return Work(0.0)
+        return TAKEN
 
     def _equal(self, request: Request) -> Prompt | None:
         """The prompt that is computed for a request too; without a cache prompts have no tokens."""
@@ -241,7 +249,7 @@ class CompressSimulation(NeverQuiet):
             return Work(0.0, planned)
         if isinstance(message, Encode):
             self._ready.extend(message.requests)
-            return Work(0.0)
+            return TAKEN
         return None
 
     def has_work(self) -> bool:

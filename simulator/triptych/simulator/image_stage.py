@@ -23,7 +23,7 @@ from triptych.core.messages import (
 )
 from triptych.simulator.costs import Costs
 from triptych.simulator.setup import Cluster
-from triptych.simulator.work import NeverQuiet, Work
+from triptych.simulator.work import TAKEN, NeverQuiet, Work
 
 SIDE = 448
 """Pixels of an image in each direction."""
@@ -74,7 +74,7 @@ class EncodeSimulation(NeverQuiet):
 
     def accept(self, message: Message, _now: float) -> Work | None:
         if isinstance(message, ImagesRead):
-            return Work(0.0)
+            return TAKEN
         if not isinstance(message, EncodeImages):
             return None
         images = {image.digest: image for image in message.images}
@@ -87,7 +87,7 @@ class EncodeSimulation(NeverQuiet):
         self._waiting.append(work)
         for digest in sorted(missing):
             self._queue.setdefault(digest, images[digest])
-        return Work(0.0)
+        return TAKEN
 
     def has_work(self) -> bool:
         return bool(self._queue)

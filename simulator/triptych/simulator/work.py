@@ -1,7 +1,7 @@
 """Result of a simulated engine's step: duration, messages, and output tokens."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from triptych.core.handles import KVHandle, LeaseId, LeaseRef
 from triptych.core.messages import Send
@@ -31,10 +31,14 @@ class Work:
     """Duration and results of one unit of work."""
 
     seconds: float
-    sends: list[Send] = field(default_factory=list[Send])
+    sends: Sequence[Send] = ()
     output: StepOutput | None = None
     began: tuple[str, ...] = ()
     """Requests whose prefill begins with it."""
+
+
+TAKEN = Work(0.0)
+"""A message was taken, and nobody is to hear of it."""
 
 
 class NeverQuiet:

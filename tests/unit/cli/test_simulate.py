@@ -80,7 +80,8 @@ def test_zombie_reclaim_on_and_off_are_compared_in_one_run(run: Run, tmp_path: P
 
 def test_requests_without_max_tokens_book_more_as_they_grow(run: Run, tmp_path: Path) -> None:
     path, options = tmp_path / "s.json", ("--workload", "chat", "--requests", "20")
-    code, _, _ = run("simulate", *options, "--max-model-len", "4096", "--json", str(path))
+    small = ("--max-model-len", "4096", "--capacity-mib", "150", "--json", str(path))
+    code, _, _ = run("simulate", *options, *small)
     [row] = json.loads(path.read_text())["rows"]
     assert (code, row["completed"]) == (0, 20)
     assert row["counters"]["growth:booked"] > 20

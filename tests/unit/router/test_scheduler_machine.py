@@ -293,7 +293,7 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def sums_of_the_ledger_are_those_of_its_requests(self) -> None:
         ledger = self.world.router._cluster.ledger
-        names = list(ledger._lines)
+        names = list(ledger._accounts)
         assert ledger.held_bytes == sum(map(ledger.held_of, names))
         assert ledger.bound_bytes == sum(map(ledger.bound_of, names))
         assert sum(ledger.arenas.values()) == sum(map(ledger.booked_by, names))

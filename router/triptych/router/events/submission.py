@@ -92,9 +92,12 @@ class Submission:
     def estimate(self, request: Request) -> Estimate:
         """Bytes to book for a request that starts, or starts again."""
         left = max(0, request.sampling.max_tokens - len(request.output_tokens))
-        bound, _ = self._sizes(request, left)
+        bound, whole = self._sizes(request, left)
         booking = self.growth.open(request, bound, left)
-        sizes, whole = self._sizes(request, self.growth.first_tokens(booking))
+        first = self.growth.first_tokens(booking)
+        if first == left:
+            return Estimate(bound, booking, bound, whole)
+        sizes, whole = self._sizes(request, first)
         return Estimate(bound, booking, sizes, whole)
 
     def _sizes(self, request: Request, left: int) -> tuple[RequestBytes, RequestBytes | None]:

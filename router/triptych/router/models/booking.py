@@ -20,8 +20,12 @@ from triptych.router.models.page_ratio import PageRatios
 LEAST_TOKENS = 16
 """Tokens for which memory is booked ahead, at least. It lasts longer than the router's answer."""
 ROOMY_TOKENS = 64
-"""The same while half of the memory is free. A short chat asks once or twice then, instead of every
-16 tokens."""
+"""The same while half of the memory is free, in a small memory."""
+MOST_ROOMY_TOKENS = 256
+"""The same in a large memory. Most chats never ask for more then."""
+ROOMY_SHARE = 256
+"""One part in so many of an arena is booked ahead of a request at most, above ``ROOMY_TOKENS``. In
+the half that is free then, half as many requests can book so far ahead."""
 SHARE_AHEAD = 8
 """Of the tokens of a sequence, one in so many is booked ahead. So what is booked and not held stays
 a small share, and requests ask for more at an interval that grows with them."""
@@ -111,6 +115,14 @@ class BookingModel:
         self.page_bytes = self.model.plan.page_bytes
         self.row_bytes = self.model.plan.geometry.head_rows * self.page_bytes
         """One page of each head row."""
+        self._roomy_tokens = self._tokens_while_roomy()
+
+    def _tokens_while_roomy(self) -> int:
+        """Tokens for which memory is booked ahead while half of it is free."""
+        plan = self.model.plan
+        dearest = plan.high if plan.compresses else plan.raw
+        fit = self.capacity_bytes // ROOMY_SHARE * dearest.tokens // self.row_bytes
+        return min(MOST_ROOMY_TOKENS, max(ROOMY_TOKENS, fit))
 
     def plan_of(self, booking: Booking) -> PagePlan:
         """The page plan of a request's method."""
@@ -152,9 +164,8 @@ class BookingModel:
         ahead = self._tokens_ahead(booking, booking.tokens)
         return min(booking.most_tokens, booking.tokens + ahead)
 
-    @staticmethod
-    def _tokens_ahead(booking: Booking, tokens: int) -> int:
-        return max(ROOMY_TOKENS * booking.is_roomy, tokens_ahead(tokens))
+    def _tokens_ahead(self, booking: Booking, tokens: int) -> int:
+        return max(self._roomy_tokens * booking.is_roomy, tokens_ahead(tokens))
 
     def grown(self, booking: Booking, shared: int) -> int:
         """Bytes to book for a request in the decode stage: those of its next tokens.

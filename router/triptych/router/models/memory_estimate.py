@@ -49,7 +49,7 @@ class RequestBytes:
         total = compressed + self.growth
         is_bound = compressed + shared <= self.compressed
         grown = min(self.grown - shared, total) if is_bound else total
-        return replace(self, compressed=compressed, grown=grown, shared=shared)
+        return type(self)(self.raw, self.encoded, compressed, self.growth, grown, shared)
 
     def moved(self) -> Self:
         """The same request in another arena than the prefix that it shared."""

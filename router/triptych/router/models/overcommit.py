@@ -42,6 +42,8 @@ class Need:
 
     logs: tuple[int, ...]
     """``log E[exp(a * bytes / C)]`` at each of ``AHEAD``, for each of ``EXPONENTS``."""
+    most_bytes: int = 0
+    """The most that it will hold."""
 
     @classmethod
     def of(cls, survival: Sequence[float], sizes: Sequence[int], capacity_bytes: int) -> "Need":
@@ -54,7 +56,7 @@ class Need:
                 logs += [int(UNIT * log1p(share * expm1(scale * held))) for scale in scales]
             else:
                 logs += NO_TIME
-        return cls(tuple(logs))
+        return cls(tuple(logs), max(sizes))
 
     @classmethod
     def constant(cls, size: int, capacity_bytes: int) -> "Need":
@@ -89,25 +91,39 @@ Forecast = Callable[[], Need]
 
 
 @dataclass(slots=True)
+class Counted:
+    """A request in the sums of an arena."""
+
+    arena: str
+    most_bytes: int
+    """The most that it will hold."""
+    need: Need | None = None
+    """What was summed; None: nothing yet."""
+
+
+@dataclass(slots=True)
 class ArenaNeed:
     """Sums over the requests of one arena."""
 
     logs: list[int] = field(default_factory=lambda: [*NOTHING.logs])
     requests: int = 0
+    most_bytes: int = 0
     changed: dict[str, Forecast] = field(default_factory=dict[str, Forecast])
     """Requests whose needs are others than those that were summed."""
 
     def add(self, need: Need) -> None:
-        self.requests += 1
         self.logs = [total + more for total, more in zip(self.logs, need.logs, strict=True)]
 
     def remove(self, need: Need) -> None:
-        self.requests -= 1
         self.logs = [total - less for total, less in zip(self.logs, need.logs, strict=True)]
 
 
 class Overcommit:
-    """The needs of all started requests, summed by arena."""
+    """The needs of all started requests, summed by arena.
+
+    Needs are computed when they are read, and nobody reads them while the requests of an arena fit
+    into it whatever happens (``is_certain``).
+    """
 
     def __init__(self, risk: float, capacity_bytes: int) -> None:
         """``risk``: the probability with which memory may run short.
@@ -116,38 +132,68 @@ class Overcommit:
         """
         self.capacity_bytes = capacity_bytes
         self._log_bound = -(NormalDist().inv_cdf(1.0 - risk) ** 2) / 2
-        self._needs = dict[str, tuple[str, Need]]()
+        self._margin_bytes = -self._log_bound * capacity_bytes / EXPONENTS[-1]
+        """Room that must be left so that the largest exponent alone shows that all fits."""
+        self._counted = dict[str, Counted]()
         self._arenas = dict[str, ArenaNeed]()
 
     def __len__(self) -> int:
-        return len(self._needs)
+        return len(self._counted)
 
     def put(self, request: str, arena: str, need: Need) -> None:
         """Set what a started request needs, in place of what was known of it."""
-        self.drop(request)
-        self._needs[request] = arena, need
-        self._arenas.setdefault(arena, ArenaNeed()).add(need)
+        total = self._count(request, arena, need.most_bytes)
+        counted = self._counted[request]
+        if counted.need is not None:
+            total.remove(counted.need)
+        total.add(need)
+        counted.need = need
+        total.changed.pop(request, None)
 
-    def forecast(self, request: str, arena: str, forecast: Forecast) -> None:
-        """The same; for a request that the arena has already, the need is computed when it is read.
+    def forecast(self, request: str, arena: str, most_bytes: int, forecast: Forecast) -> None:
+        """The same, where the need is computed when it is read.
 
-        A request grows several times for each one that wants to start in its arena.
+        ``most_bytes``: the most that it will hold.
         """
-        counted = self._needs.get(request)
-        if counted is not None and counted[0] == arena:
-            self._arenas[arena].changed[request] = forecast
-        else:
-            self.put(request, arena, forecast())
+        self._count(request, arena, most_bytes).changed[request] = forecast
+
+    def _count(self, request: str, arena: str, most_bytes: int) -> ArenaNeed:
+        """Count a request in an arena, and in no other one; returns the sums there."""
+        counted = self._counted.get(request)
+        if counted is None or counted.arena != arena:
+            self.drop(request)
+            counted = self._counted[request] = Counted(arena, 0)
+            self._arenas.setdefault(arena, ArenaNeed()).requests += 1
+        total = self._arenas[arena]
+        total.most_bytes += most_bytes - counted.most_bytes
+        counted.most_bytes = most_bytes
+        return total
 
     def drop(self, request: str) -> None:
         """A request holds no pages any more."""
-        arena, need = self._needs.pop(request, ("", None))
-        if need is not None:
-            total = self._arenas[arena]
-            total.remove(need)
-            total.changed.pop(request, None)
-            if not total.requests:
-                del self._arenas[arena]
+        counted = self._counted.pop(request, None)
+        if counted is None:
+            return
+        total = self._arenas[counted.arena]
+        total.requests -= 1
+        if not total.requests:
+            del self._arenas[counted.arena]
+            return
+        total.most_bytes -= counted.most_bytes
+        total.changed.pop(request, None)
+        if counted.need is not None:
+            total.remove(counted.need)
+
+    def is_certain(self, request: str, arena: str, most_bytes: int, memory_bytes: int) -> bool:
+        """Whether ``fits`` would be true even if each request came to hold the most that it can.
+
+        ``most_bytes``: what this request can come to hold.
+        """
+        total, own = self._arenas.get(arena), self._counted.get(request)
+        others = total.most_bytes if total is not None else 0
+        if own is not None and own.arena == arena:
+            others -= own.most_bytes
+        return others + most_bytes <= memory_bytes - self._margin_bytes
 
     def fits(self, request: str, arena: str, need: Need, memory_bytes: int) -> bool:
         """Whether another request can start, or one that keeps its pages go on.
@@ -156,12 +202,12 @@ class Overcommit:
         arena always can: its bound is below the capacity.
         """
         total = self._summed(arena)
-        own = self._needs.get(request)
+        own = self._counted.get(request)
         if total is None or (own is not None and total.requests == 1):
             return True
         sums = [before + more for before, more in zip(total.logs, need.logs, strict=True)]
-        if own is not None and own[0] == arena:
-            sums = [both - less for both, less in zip(sums, own[1].logs, strict=True)]
+        if own is not None and own.arena == arena and own.need is not None:
+            sums = [both - less for both, less in zip(sums, own.need.logs, strict=True)]
         return self._are_within(sums, memory_bytes)
 
     def room(self, arena: str, need: Need, memory_bytes: int, most: int) -> int:

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from triptych.core.errors import StageLost, TriptychError
-from triptych.core.messages import POOL, Expel, Failed, Request, Send, failed
+from triptych.core.messages import POOL, Expel, Failed, Request, failed
 from triptych.router.passes.migration import can_go_on
 from triptych.router.state.cluster_state import ClusterState
 from triptych.router.state.request_table import Entry, State
@@ -25,10 +25,10 @@ class RequestCompletion:
     cluster: ClusterState
     cancel_timeout_s: float
     reclaim_s: float
-    _finished: deque[tuple[float, str, Send]] = field(
-        default_factory=deque[tuple[float, str, Send]]
+    _finished: deque[tuple[float, str, Entry]] = field(
+        default_factory=deque[tuple[float, str, Entry]]
     )
-    """Time, worker, and the message for the ingress if that worker dies right afterwards."""
+    """Time, worker, and the request, whose ingress is told if that worker dies right afterwards."""
     _names: dict[str, str] = field(default_factory=dict[str, str])
     """Names of dead decode workers, by ``mark_dead`` of their addresses."""
 
@@ -40,8 +40,7 @@ class RequestCompletion:
         """
         self.cluster.counters["finished"] += 1
         self.cluster.requests.history.end(entry.id, "finished", now, tokens=tokens)
-        lost = failed(entry.id, StageLost(entry.stage))
-        self._finished.append((now, worker, Send(entry.request.reply_to, lost)))
+        self._finished.append((now, worker, entry))
         if entry.transfer.first_token_at and not entry.was_evicted:
             self.cluster.latency.record_decode(
                 now - entry.transfer.first_token_at, tokens, entry.transfer.concurrency_s, now
@@ -79,8 +78,9 @@ class RequestCompletion:
             self._names[mark_dead(address)] = name
         for end in [end for end in self._finished if end[1] == address]:
             self._finished.remove(end)
-            _, _, send = end  # an ingress that has the end already ignores it
-            self.cluster.outbox.post(send.to, send.message)
+            ended = end[2]  # an ingress that has the end already ignores it
+            lost = failed(ended.id, StageLost(ended.stage))
+            self.cluster.outbox.post(ended.request.reply_to, lost)
         for entry in list(self.cluster.requests):
             if entry.state is State.LEAVING:
                 if entry.owed.pop(address, None) is not None:

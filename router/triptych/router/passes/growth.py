@@ -140,7 +140,10 @@ class Growth:
             return False
         if not self.is_on:
             return True
-        return self.overcommit.fits(entry.id, arena, self._need(entry), self._memory(arena))
+        memory = self._memory(arena)
+        return self.overcommit.is_certain(
+            entry.id, arena, self._most_bytes(entry), memory
+        ) or self.overcommit.fits(entry.id, arena, self._need(entry), memory)
 
     def startable(self, entry: Entry, arena: str, most: int) -> int:
         """How many requests like a waiting one may start, of ``most``."""
@@ -434,7 +437,17 @@ class Growth:
         """Count what a started request will need."""
         if self.is_on:
             arena = entry.placement.final_arena
-            self.overcommit.forecast(entry.id, arena, lambda: self._need(entry))
+            most_bytes = self._most_bytes(entry)
+            self.overcommit.forecast(entry.id, arena, most_bytes, lambda: self._need(entry))
+
+    @staticmethod
+    def _most_bytes(entry: Entry) -> int:
+        """The most that a request will hold in the arena of its decode worker."""
+        booking = entry.booking
+        if booking is None:
+            return entry.sizes.grown
+        raw = 0 if booking.is_encoded else entry.sizes.peak
+        return max(booking.bound.grown, raw)
 
     def _forget(self, entry: Entry) -> None:
         self.lowering.forget(entry)

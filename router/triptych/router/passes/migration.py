@@ -1,5 +1,6 @@
 """Migration: balances running requests between the decode workers of an arena."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triptych.core.messages import Preempt
@@ -24,22 +25,23 @@ class Migration:
     def run(self) -> None:
         """Preempt one request at each worker that exceeds the threshold."""
         imbalanced = self.cluster.load_index.imbalanced(self.threshold) if self.threshold else []
-        for address in imbalanced:
-            entry = self._next_of(address)
+        running = {address: list[Entry]() for address in imbalanced}
+        if running:
+            for entry in self.cluster.requests.in_state(State.DECODING):
+                if entry.worker in running:
+                    running[entry.worker].append(entry)
+        for address, entries in running.items():
+            entry = _next_of(entries)
             if entry is not None:
                 entry.is_preempt_sent = True
                 self.cluster.outbox.post(address, Preempt(requests=(entry.id,)))
 
-    def _next_of(self, address: str) -> Entry | None:
-        """The request that joined last; None while an earlier move is under way."""
-        running = [
-            entry
-            for entry in self.cluster.requests.in_state(State.DECODING)
-            if entry.worker == address
-        ]
-        if any(entry.is_preempt_sent for entry in running):
-            return None
-        return next((entry for entry in reversed(running) if can_move(entry)), None)
+
+def _next_of(running: Sequence[Entry]) -> Entry | None:
+    """The request of a worker that joined last; None while an earlier move is under way."""
+    if any(entry.is_preempt_sent for entry in running):
+        return None
+    return next((entry for entry in reversed(running) if can_move(entry)), None)
 
 
 def can_move(entry: Entry) -> bool:

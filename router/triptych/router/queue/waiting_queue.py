@@ -188,7 +188,10 @@ class WaitingQueue:
         self.changes += 1
         self._places[name] = place
         self._by_age.put(name, (place.arrived, place.number))
-        self._lanes.setdefault(place.tenant, Lane()).put(name, place)
+        lane = self._lanes.get(place.tenant)
+        if lane is None:
+            lane = self._lanes[place.tenant] = Lane()
+        lane.put(name, place)
         self._rank(place.tenant)
 
     def _take_out(self, name: str) -> Place | None:

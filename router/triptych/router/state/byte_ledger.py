@@ -13,7 +13,7 @@ NO_LINES: Lines = {}
 
 def are_peers(arena: str, other: str) -> bool:
     """Whether two arenas are of one pool: then no page is fetched from one to the other."""
-    return pool_of(arena) == pool_of(other)
+    return arena == other or pool_of(arena) == pool_of(other)
 
 
 def lines_before_encoding(
@@ -56,6 +56,22 @@ def _nothing(_arena: str, _change: int) -> None:
     return
 
 
+@dataclass(slots=True)
+class Account:
+    """Bytes of one request."""
+
+    lines: Lines = field(default_factory=lambda: NO_LINES)
+    booked: int = 0
+    """Sum of the lines."""
+    held: int = 0
+    bound: int = 0
+    known_bound: int = 0
+    """The bound that was given; 0: the booking is the bound."""
+
+
+NO_ACCOUNT = Account()
+
+
 @dataclass
 class ByteLedger:
     """Bookings of requests by arena, and beside them what they hold and what they may come to need.
@@ -71,12 +87,10 @@ class ByteLedger:
 
     on_change: Callable[[str, int], None] = _nothing
     """Called with each arena whose used bytes change, and the change."""
-    _lines: dict[str, Lines] = field(default_factory=dict[str, Lines])
+    _accounts: dict[str, Account] = field(default_factory=dict[str, Account])
+    """By request."""
     _booked: dict[str, int] = field(default_factory=dict[str, int])
-    _held: dict[str, int] = field(default_factory=dict[str, int])
-    _bounds: dict[str, int] = field(default_factory=dict[str, int])
-    _known_bounds: dict[str, int] = field(default_factory=dict[str, int])
-    """Bounds that were given; of other requests the booking is the bound."""
+    """By arena."""
     held_bytes: int = 0
     """Held by all requests."""
     bound_bytes: int = 0
@@ -91,11 +105,11 @@ class ByteLedger:
         return self._booked.get(arena, 0)
 
     def free(self, arena: str) -> int:
-        return self.capacity_bytes + self.lent.get(arena, 0) - self.booked(arena)
+        return self.capacity_bytes + self.lent.get(arena, 0) - self._booked.get(arena, 0)
 
     def used(self, arena: str) -> int:
         """Booked bytes less lent bytes: the capacity less this is free."""
-        return self.booked(arena) - self.lent.get(arena, 0)
+        return self._booked.get(arena, 0) - self.lent.get(arena, 0)
 
     def lend(self, arena: str, count: int) -> None:
         """Set the total of prefix-cache memory that requests may use."""
@@ -104,33 +118,38 @@ class ByteLedger:
         self.on_change(arena, change)
 
     def booked_by(self, request: str) -> int:
-        return sum(self._lines.get(request, {}).values())
+        return self._account(request).booked
 
     def booked_in(self, request: str, arena: str) -> int:
-        return self._lines.get(request, {}).get(arena, 0)
+        return self._account(request).lines.get(arena, 0)
 
     def held_of(self, request: str) -> int:
-        return self._held.get(request, 0)
+        return self._account(request).held
 
     def bound_of(self, request: str) -> int:
-        return self._bounds.get(request, 0)
+        return self._account(request).bound
+
+    def _account(self, request: str) -> Account:
+        return self._accounts.get(request, NO_ACCOUNT)
 
     def hold(self, request: str, held: int) -> None:
         """Record the bytes that a request with a booking holds; at most those that are booked."""
-        if request in self._lines:
-            held = min(held, self.booked_by(request))
-            self.held_bytes += held - self._held.get(request, 0)
-            self._held[request] = held
+        account = self._accounts.get(request)
+        if account is not None:
+            held = min(held, account.booked)
+            self.held_bytes += held - account.held
+            account.held = held
 
     def bind(self, request: str, bound: int) -> None:
         """Record the most that a request with a booking may come to hold."""
-        if request in self._lines:
-            self._known_bounds[request] = bound
-            self._renew(request)
+        account = self._accounts.get(request)
+        if account is not None:
+            account.known_bound = bound
+            self._bound(account)
 
     def fits(self, request: str, lines: Lines) -> bool:
         """Whether ``lines`` could replace the present booking of the request."""
-        own = self._lines.get(request, NO_LINES)
+        own = self._account(request).lines
         for arena, count in lines.items():  # noqa: SIM110  # a generator costs twice
             if count - own.get(arena, 0) > self.free(arena):
                 return False
@@ -142,30 +161,34 @@ class ByteLedger:
             raise ValueError(f"negative booking for {request}: {dict(lines)}")
         if not self.fits(request, lines):
             return False
-        before = self._lines.get(request, NO_LINES)
-        self._lines[request] = lines
+        account = self._accounts.get(request)
+        if account is None:
+            account = self._accounts[request] = Account()
+        before = account.lines
+        account.lines, account.booked = lines, sum(lines.values())
         for arena, count in before.items():
             if arena not in lines:
                 self._change(arena, -count)
         for arena, count in lines.items():
             self._change(arena, count - before.get(arena, 0))
-        self._renew(request)
+        if account.held > account.booked:
+            self.hold(request, account.booked)
+        self._bound(account)
         return True
 
     def release(self, request: str) -> None:
         """Release the bookings of a request, if it has any."""
-        for arena, count in self._lines.pop(request, {}).items():
+        account = self._accounts.pop(request, NO_ACCOUNT)
+        for arena, count in account.lines.items():
             self._change(arena, -count)
-        self.held_bytes -= self._held.pop(request, 0)
-        self.bound_bytes -= self._bounds.pop(request, 0)
-        self._known_bounds.pop(request, None)
+        self.held_bytes -= account.held
+        self.bound_bytes -= account.bound
 
-    def _renew(self, request: str) -> None:
-        """Restore held <= booked <= bound after a booking of a request has changed."""
-        self.hold(request, self._held.get(request, 0))
-        bound = max(self._known_bounds.get(request, 0), self.booked_by(request))
-        self.bound_bytes += bound - self._bounds.get(request, 0)
-        self._bounds[request] = bound
+    def _bound(self, account: Account) -> None:
+        """Restore booked <= bound after either has changed."""
+        bound = max(account.known_bound, account.booked)
+        self.bound_bytes += bound - account.bound
+        account.bound = bound
 
     def _change(self, arena: str, count: int) -> None:
         if count:

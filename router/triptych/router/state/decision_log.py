@@ -1,6 +1,8 @@
 """Records the reason of each decision in the history of recent requests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from triptych.core.errors import TriptychError
@@ -13,6 +15,8 @@ LOOKED_AT = 3
 """Alternative workers that a decision records."""
 
 Step = Literal["prefill", "compress", "decode"]
+Seen = Sequence[tuple[str, int, int]]
+"""Workers that were looked at, as ``Alternative`` has them."""
 NotedStep = Step | Literal["method", "encode", "wait", "resume", "lower"]
 
 
@@ -22,17 +26,13 @@ class DecisionLog:
 
     cluster: ClusterState
 
-    def looked_at(self, step: Step) -> tuple[Alternative, ...]:
+    def looked_at(self, step: Step) -> Seen:
         """The best workers of a stage at present. Call it before anything is booked."""
         load_index, ledger = self.cluster.load_index, self.cluster.ledger
-        return tuple(
-            Alternative(
-                worker=address,
-                free_bytes=ledger.free(load_index.arena_of(address)),
-                load=load_index.load_of(step, address),
-            )
+        return [
+            (address, ledger.free(load_index.arena_of(address)), load_index.load_of(step, address))
             for address in load_index.best(step, LOOKED_AT)
-        )
+        ]
 
     def started(
         self,
@@ -40,7 +40,7 @@ class DecisionLog:
         reason: str,
         placement: str,
         queue: tuple[int, int],
-        seen: tuple[Alternative, ...],
+        seen: Seen,
     ) -> None:
         """A waiting request was sent to a prefill worker.
 
@@ -84,7 +84,7 @@ class DecisionLog:
         """A request was refused."""
         history, code = self.cluster.requests.history, error.code or "unknown"
         history.begin(request, "refused", now)
-        history.decided(request.id, Decision(step="refuse", at=now, reason=code))
+        history.decided(request.id, partial(Decision, step="refuse", at=now, reason=code))
         history.end(request.id, "failed", now, code=code)
         self.cluster.counters[f"refuse:{code}"] += 1
 
@@ -94,24 +94,28 @@ class DecisionLog:
         step: NotedStep,
         reason: str,
         to: str,
-        seen: tuple[Alternative, ...],
+        seen: Seen,
         now: float,
         waiting: int = 0,
         older: int = 0,
         placement: str = "",
     ) -> None:
-        decision = Decision(
-            step=step,
-            at=now,
-            reason=reason,
-            chosen=to,
-            raw_bytes=entry.sizes.raw,
-            grown_bytes=entry.sizes.grown,
-            booked_bytes=self.cluster.ledger.booked_by(entry.id),
-            waiting=waiting,
-            older=older,
-            placement=placement,
-            alternatives=seen,
-        )
+        sizes, booked_bytes = entry.sizes, self.cluster.ledger.booked_by(entry.id)
+
+        def decision() -> Decision:
+            return Decision(
+                step=step,
+                at=now,
+                reason=reason,
+                chosen=to,
+                raw_bytes=sizes.raw,
+                grown_bytes=sizes.grown,
+                booked_bytes=booked_bytes,
+                waiting=waiting,
+                older=older,
+                placement=placement,
+                alternatives=tuple(Alternative(*one) for one in seen),
+            )
+
         self.cluster.requests.history.decided(entry.id, decision)
         self.cluster.counters[f"{step}:{reason}"] += 1

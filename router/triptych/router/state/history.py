@@ -1,7 +1,7 @@
 """Traces of the latest requests: times of their states, and decisions with their reasons."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
@@ -108,7 +108,9 @@ class _Record:
     tokens: int = 0
     report: CompressionReport | None = None
     cached_tokens: int | None = None
-    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=MAX_DECISIONS))
+    decisions: deque[Callable[[], Decision]] = field(
+        default_factory=lambda: deque(maxlen=MAX_DECISIONS)
+    )
 
     def trace(self) -> RequestTrace:
         return RequestTrace(
@@ -126,7 +128,7 @@ class _Record:
             tokens=self.tokens,
             report=self.report,
             cached_tokens=self.cached_tokens,
-            decisions=tuple(self.decisions),
+            decisions=tuple(decision() for decision in self.decisions),
         )
 
 
@@ -193,8 +195,8 @@ class History:
         if record is not None:
             record.report = report
 
-    def decided(self, request: str, decision: Decision) -> None:
-        """Record a decision about a request."""
+    def decided(self, request: str, decision: Callable[[], Decision]) -> None:
+        """Record a decision about a request, which is made when somebody reads the trace."""
         record = self._records.get(request)
         if record is not None:
             record.decisions.append(decision)

@@ -260,6 +260,11 @@ class LoadIndex:
         self._settle()
         return self._raw_arenas.first()
 
+    def most_free_decode_arena(self) -> str | None:
+        """The arena with most free bytes of those with a free decode slot."""
+        self._settle()
+        return self._open_arenas.first()
+
     def _candidates(self, own: set[str]) -> list[str]:
         self._settle()
         best = next((arena for arena in self._open_arenas if arena not in own), None)
@@ -338,7 +343,7 @@ class LoadIndex:
             for one, sign in ((before, -1), (share, +1)):
                 self._add(self._prefill_tokens, one.prefill_at, sign * one.tokens)
                 self._add(self._queue, one.prefill_at, sign * one.queued)
-                self.queued_tokens += sign * one.uncached * bool(one.prefill_at)
+                self.queued_tokens += sign * one.uncached
                 touched.add(one.prefill_at)
         if is_changed or before.compress_at != share.compress_at:
             for one, sign in ((before, -1), (share, +1)):
@@ -449,13 +454,12 @@ def waited_for(entry: Entry, long_tokens: int) -> int:
 
 def share_of(entry: Entry, long_tokens: int) -> Share:
     """The load of a request, by the rules of ``cluster_state.worker_loads``."""
-    return Share(
-        prefill_at=entry.worker if is_prefilling(entry) else "",
-        compress_at=compressor_of(entry),
-        slot_at=entry.placement.decode_worker,
-        tokens=entry.prompt_tokens,
-        uncached=entry.uncached_tokens,
-        queued=waited_for(entry, long_tokens),
-        needs_slot=not entry.placement.decode_worker
-        and entry.state not in (State.WAITING, State.LEAVING),
-    )
+    slot_at = entry.placement.decode_worker
+    needs_slot = not slot_at and entry.state not in (State.WAITING, State.LEAVING)
+    compress_at = compressor_of(entry)
+    if entry.worker and is_prefilling(entry):
+        uncached, queued = entry.uncached_tokens, waited_for(entry, long_tokens)
+        tokens = entry.prompt_tokens
+        return Share(entry.worker, uncached, queued, compress_at, slot_at, tokens, needs_slot)
+    tokens = entry.prompt_tokens if compress_at else 0
+    return Share("", 0, 0, compress_at, slot_at, tokens, needs_slot)

@@ -40,6 +40,8 @@ class Membership:
     """Age in seconds up to which a report is valid."""
 
     _peers: dict[str, Peer] = field(default_factory=dict[str, Peer])
+    _addresses: dict[str, str] = field(default_factory=dict[str, str])
+    """By name."""
     _left: dict[tuple[Stage, str], float] = field(default_factory=dict[tuple[Stage, str], float])
     """When the last worker of a stage in an arena died."""
     _there: Counter[tuple[Stage, str | None]] = field(
@@ -64,11 +66,10 @@ class Membership:
 
     def replaced_by(self, registration: Register) -> list[str]:
         """Addresses whose process must be dead if ``registration`` is true."""
-        return [
-            peer.address
-            for peer in self
-            if (peer.name == registration.name) != (peer.address == registration.address)
-        ]
+        name, address = registration.name, registration.address
+        there, before = self._peers.get(address), self._addresses.get(name)
+        replaced = [address] if there is not None and there.name != name else []
+        return replaced if before in (None, address) else [*replaced, before]
 
     def has_dropped_requests(self, registration: Register) -> bool:
         """Whether a registered process says that it has none of its requests any more."""
@@ -87,6 +88,7 @@ class Membership:
         else:
             self._count(peer.registration, -1)
             peer.registration = registration
+        self._addresses[registration.name] = registration.address
         self._count(registration, +1)
 
     def note(self, report: Report, sender: str, now: float) -> bool:
@@ -117,6 +119,7 @@ class Membership:
         """Remove a dead peer and return it."""
         peer = self._peers.pop(address, None)
         if peer is not None:
+            self._addresses.pop(peer.name, None)
             self._count(peer.registration, -1)
         for stage in peer.registration.stages if peer else ():
             self._left[stage, peer.registration.arena if peer else ""] = now

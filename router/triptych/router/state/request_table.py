@@ -190,10 +190,11 @@ class Entry:
     transfer: Transfer = field(default_factory=Transfer)
     slo: SloStatus = field(default_factory=SloStatus)
     usage: Usage = field(default_factory=Usage)
+    id: str = field(init=False)
+    """Of its request, which other attempts at it keep."""
 
-    @property
-    def id(self) -> str:
-        return self.request.id
+    def __post_init__(self) -> None:
+        self.id = self.request.id
 
     @property
     def held_bytes(self) -> int:
@@ -333,7 +334,8 @@ class Requests:
 
     def move(self, entry: Entry, state: State, now: float) -> None:
         """Put an entry at the end of another state."""
-        self.queue.discard(entry.id)
+        if entry.state is State.WAITING:
+            self.queue.discard(entry.id)
         self.accrue(entry, now)
         if entry.state is State.WAITING and state is State.PREFILLING:
             usage = entry.usage

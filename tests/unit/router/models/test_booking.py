@@ -1,7 +1,15 @@
 """The need of a request over time: raw pages while they exist, then what it will book."""
 
+import pytest
+
 from tests.unit.router.driver import MODEL
-from triptych.router.models.booking import Booking, BookingModel
+from triptych.router.models.booking import (
+    MOST_ROOMY_TOKENS,
+    ROOMY_SHARE,
+    ROOMY_TOKENS,
+    Booking,
+    BookingModel,
+)
 from triptych.router.models.memory_estimate import ByteModel
 from triptych.router.models.overcommit import AHEAD, EXPONENTS, Need
 
@@ -18,6 +26,18 @@ def booking() -> tuple[BookingModel, Booking]:
 def logs(need: Need, ahead: int) -> tuple[int, ...]:
     at = AHEAD.index(ahead) * len(EXPONENTS)
     return need.logs[at : at + len(EXPONENTS)]
+
+
+@pytest.mark.parametrize("capacity", [10**6, 10**8, 10**10])
+def test_a_large_memory_is_booked_further_ahead(capacity: int) -> None:
+    model = BookingModel(ByteModel(MODEL.plan), capacity, is_layerwise=False)
+    bound = MODEL.estimate(PROMPT, MOST)
+    one = Booking(bound, PROMPT, PROMPT + MOST, tenant="", profile="p", tokens=100, is_roomy=True)
+    ahead = model.ahead(one) - one.tokens
+    bytes_ahead = model.row_bytes * ahead // MODEL.plan.high.tokens
+    assert ROOMY_TOKENS <= ahead <= MOST_ROOMY_TOKENS
+    assert ahead == ROOMY_TOKENS or bytes_ahead <= capacity // ROOMY_SHARE
+    assert ahead < MOST_ROOMY_TOKENS or bytes_ahead <= capacity // ROOMY_SHARE
 
 
 def test_raw_pages_are_needed_until_the_prompt_is_compressed() -> None:

@@ -100,3 +100,13 @@ def test_sums_are_those_of_a_recount(changes: list[tuple[str, str, Need | None]]
     for request, (arena, need) in left.items():
         fresh.put(request, arena, need)
     assert overcommit._arenas == fresh._arenas
+
+
+@given(st.lists(NEEDS, min_size=1, max_size=12), st.integers(1, 3 * CAPACITY), st.booleans())
+def test_what_is_certain_to_fit_fits(needs: list[Need], memory: int, waits: bool) -> None:
+    overcommit = Overcommit(0.05, CAPACITY)
+    for number, need in enumerate(needs[: len(needs) if waits else -1]):
+        overcommit.forecast(str(number), "a", need.most_bytes, lambda need=need: need)
+    last, need = str(len(needs) - 1), needs[-1]
+    if overcommit.is_certain(last, "a", need.most_bytes, memory):
+        assert overcommit.fits(last, "a", need, memory)

@@ -27,6 +27,8 @@ from triptych.router.passes.growth import MAX_PAUSE_S
 
 PAGE = MODEL.plan.page_bytes
 PROMPT, MOST, LONG = 50, 4000, 150
+SMALL = 15 * 10**5
+"""Memory in which ``ROOMY_TOKENS`` are booked ahead; there is enough of it."""
 
 
 def chat(name: str = "r", **more: object) -> Request:
@@ -35,7 +37,8 @@ def chat(name: str = "r", **more: object) -> Request:
 
 
 def drive(**settings: object) -> Driver:
-    return Driver("P", "C", "D", slots=8, **settings)  # pyright: ignore[reportArgumentType]
+    given = {"capacity": SMALL} | settings
+    return Driver("P", "C", "D", slots=8, **given)  # pyright: ignore[reportArgumentType]
 
 
 def found(sends: list[Send], kind: type[Message]) -> list[Message]:
@@ -138,19 +141,21 @@ def test_needs_are_summed_when_somebody_wants_to_start() -> None:
         entry.booking.latest = None
         at_once.put(name, "", growth._need(entry))
     assert growth.overcommit._arenas == at_once._arenas
-    assert growth.overcommit._needs == at_once._needs
+    assert growth.overcommit._counted == at_once._counted
     assert not growth.overcommit._arenas[""].changed
 
 
 def test_a_request_that_grows_costs_no_forecast_until_somebody_wants_to_start() -> None:
     driver = drive()
     decode(driver, "a")
-    before = driver.router._growth.overcommit._needs["a"]
+    growth = driver.router._growth
+    growth.overcommit._summed("")
+    before = growth.overcommit._counted["a"].need
     for tokens in (200, 300, 400):
         ask(driver, "a", tokens, 40)
-    assert driver.router._growth.overcommit._needs["a"] is before
-    decode(driver, "b")
-    assert driver.router._growth.overcommit._needs["a"] is not before
+    assert growth.overcommit._counted["a"].need is before
+    growth.overcommit._summed("")
+    assert growth.overcommit._counted["a"].need is not before
 
 
 def test_a_paused_request_gets_what_its_next_token_needs() -> None:

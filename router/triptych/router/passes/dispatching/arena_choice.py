@@ -131,13 +131,19 @@ class ArenaChoice:
             entry.sizes, entry.placement.raw_arena, entry.placement.work_arena, final
         )
 
-    def could_fit(self, sizes: RequestBytes) -> bool:
-        """Whether the arenas with most free bytes have room; if not, no arena has."""
+    def could_fit(self, sizes: RequestBytes, first: str) -> bool:
+        """Whether any arena has room for the raw pages and any for the final ones.
+
+        ``first``: the arena to look at first. Only if it has no room are all arenas ordered.
+        """
         load_index, ledger = self.cluster.load_index, self.cluster.ledger
-        raw, final = load_index.most_free_arena(), load_index.final_arena(set(), lambda _: True)
-        if raw is None or final is None:
+        final = load_index.most_free_decode_arena()
+        if final is None or sizes.grown > ledger.free(final):
             return False
-        return sizes.raw <= ledger.free(raw) and sizes.grown <= ledger.free(final)
+        if sizes.raw <= ledger.free(first):
+            return True
+        raw = load_index.most_free_arena()
+        return raw is not None and sizes.raw <= ledger.free(raw)
 
     def can_encode(self, entry: Entry, arena: str) -> bool:
         """Whether a request has no images, or an encode worker stores in an arena."""

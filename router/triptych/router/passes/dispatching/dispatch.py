@@ -1,6 +1,6 @@
 """Dispatch: sends each request that can continue to a worker of its next stage."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from triptych.core.config import RouterConfig
 from triptych.core.handles import is_apart
@@ -131,10 +131,8 @@ class Dispatch:
             "decode",
         )
         self.growth.limit(entry, entry.worker)
-        self.cluster.outbox.post(
-            entry.worker,
-            replace(join_of(entry, now), previous_worker=entry.transfer.previous_worker),
-        )
+        join = join_of(entry, now, entry.transfer.previous_worker)
+        self.cluster.outbox.post(entry.worker, join)
         self.cluster.requests.move(entry, State.DECODING, now)
 
     # ---------------------------------------------------------------- planned -> encoding
@@ -469,7 +467,7 @@ class Dispatch:
                 self._busy_at = self.cluster.requests.queue.changes
                 self._busy_for = snapshot.needed
             return None, "prefill_busy"
-        if not self.arenas.could_fit(entry.sizes):
+        if not self.arenas.could_fit(entry.sizes, snapshot.arena(snapshot[0])):
             return None, "no_bytes"
         choice = self.placer.choose(snapshot)
         if choice is not None:
@@ -527,8 +525,11 @@ class Dispatch:
         return "lost_patience" if entry.slo.due < now else "turn"
 
 
-def join_of(entry: Entry, now: float) -> Join:
-    """The message that lets a decode worker continue a request whose pages are complete."""
+def join_of(entry: Entry, now: float, previous_worker: str = "") -> Join:
+    """The message that lets a decode worker continue a request whose pages are complete.
+
+    ``previous_worker``: the living one that was preempted of it, if any.
+    """
     assert entry.transfer.handle is not None
     assert entry.transfer.report is not None
     return Join(
@@ -540,4 +541,5 @@ def join_of(entry: Entry, now: float) -> Join:
         age_s=max(0.0, now - entry.transfer.first_token_at),
         memory=entry.transfer.plugin_memory,
         logprobs=entry.transfer.logprobs,
+        previous_worker=previous_worker,
     )

@@ -25,6 +25,10 @@ from triptych.core.config.cache_dirs import environment_variable
 
 ALIVE = ("DEPLOYING", "RUNNING", "UNHEALTHY")
 """States of applications that another server has."""
+ANY, LOCAL = "auto", "local"
+"""Addresses of Ray: one that runs on this machine; a new one, for this server alone."""
+UNUSED = ("start_monitor", "start_api_server")
+"""Methods of Ray's nodes that start processes which a server does not need."""
 FLUSH_S = 0.5
 """Time for the last bytes of responses to reach their clients."""
 
@@ -100,9 +104,12 @@ def _serve_run(config: str) -> None:
     import click  # noqa: PLC0415
     from ray.serve.scripts import cli  # noqa: PLC0415
 
-    _start_ray(config)
+    address = environment_variable("RAY_ADDRESS")
+    if address in ("", LOCAL):
+        _start_ray(config, address)
+        address = ANY  # the one that this process is connected to
     try:
-        cli(["run", config], standalone_mode=False)
+        cli(["run", f"--address={address}", config], standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -110,20 +117,16 @@ def _serve_run(config: str) -> None:
         raise KeyboardInterrupt from error
 
 
-def _start_ray(config: str) -> None:
-    """Connect to a running Ray, or start one without Ray's dashboard.
+def _start_ray(config: str, address: str) -> None:
+    """Connect to a running Ray, or start one if none runs or ``address`` is ``LOCAL``.
 
-    Its eleven processes take 200 MB, and nobody asked for them: whoever wants them starts Ray
-    first. A Ray that was not named may be that of another server, which is not replaced.
+    A Ray that was not named may be that of another server, which is not replaced.
     """
-    if environment_variable("RAY_ADDRESS"):  # `serve run` connects
-        return
     import ray  # noqa: PLC0415
 
-    try:
-        ray.init("auto", namespace="serve")
-    except ConnectionError:
-        ray.init("local", namespace="serve", include_dashboard=False)
+    if address == LOCAL or not _connects():
+        without_unused_processes()
+        ray.init(LOCAL, namespace="serve", include_dashboard=False)
         return
     alive = {name for name, one in _applications().items() if one.status in ALIVE}
     taken = sorted(_names_in(config) & alive)
@@ -134,6 +137,35 @@ def _start_ray(config: str) -> None:
             f"RAY_ADDRESS={address} to replace it, or RAY_ADDRESS=local for a Ray of its own"
         )
         sys.exit(1)
+
+
+def _connects() -> bool:
+    """Whether there is a running Ray, to which this process is then connected."""
+    import ray  # noqa: PLC0415
+
+    try:
+        ray.init(ANY, namespace="serve")
+    except ConnectionError:
+        return False
+    return True
+
+
+def without_unused_processes() -> None:
+    """Have a Ray that this process starts leave out two processes that a server does not need.
+
+    One is its autoscaler, which starts and stops machines: here there is one. The other belongs to
+    its dashboard and reports usage, even if the dashboard is left out. They take 130 MB, and
+    seconds of the start. Whoever wants them starts Ray first. Ray has no setting for it.
+    """
+    from ray._private.node import Node  # noqa: PLC0415
+
+    for name in UNUSED:
+        if hasattr(Node, name):  # another version of Ray may start more than is necessary
+            setattr(Node, name, _start_nothing)
+
+
+def _start_nothing(*_: object, **__: object) -> None:
+    """In the place of a method of ``UNUSED``."""
 
 
 def _names_in(config: str) -> set[str]:

@@ -13,7 +13,6 @@ from shutil import rmtree
 
 from triptych.cli.serving.child import run_interruptible, wait_for
 from triptych.deployments.transport import run_dir
-from triptych.kvpool.pool.arena import remove_orphans
 
 
 def main() -> None:
@@ -25,6 +24,9 @@ def main() -> None:
     try:
         status = run_interruptible([*module, config, seconds])
         run_dir.remove_left_over(before)
+        # Its memory, 20 MB, would stay as long as the server runs.
+        from triptych.kvpool.pool.arena import remove_orphans
+
         # A pool that ends while it starts leaves its pages in shared memory.
         for directory in arenas:
             remove_orphans(Path(directory))

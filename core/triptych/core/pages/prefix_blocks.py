@@ -1,5 +1,7 @@
 """Blocks of the prefix cache, and the pages of requests that hold them as they are."""
 
+from functools import cached_property
+
 from triptych.core.config import PoolConfig
 from triptych.core.errors import ConfigError
 from triptych.core.layout import PageLayout
@@ -21,7 +23,7 @@ class PrefixBlocks(PageLayouts):
         """
         return self.prefix_bytes > 0 and self.prefix_block_tokens > 0
 
-    @property
+    @cached_property
     def prefix_block_tokens(self) -> int:
         """Tokens of a block of the prefix cache; 0 for methods that never use it."""
         form = self.high.format

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -74,6 +74,13 @@ def fresh(name: str) -> EntryPoint:
     """An entry point that this process has not compiled."""
     known = precompile.find(name)
     return EntryPoint(known._function, known._signature)
+
+
+def test_what_only_the_compiler_needs_is_not_kept() -> None:
+    entry = fresh(SMALL)
+    assert entry.address
+    compiled: Any = entry._compiled
+    assert compiled._library._shared_module is None  # numba's name of it
 
 
 def test_another_process_that_compiles_is_left_alone() -> None:

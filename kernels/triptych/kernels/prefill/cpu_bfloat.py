@@ -7,9 +7,9 @@ are added up in float32. Weights are powers of two, computed as bfloat16 numbers
 the largest logit of the keys until then. Their product with the values is divided by their sum.
 
 The bits of a row do not depend on the other rows: each sum is in the order of the keys, and hidden
-keys add zeros. Threads take ``SHARE`` queries of a head at a time, so that nine heads take two
-threads half of the time that they take one. Column sums of these queries are added row after row,
-and then to those of the queries before, so that no bit depends on the number of threads.
+keys add zeros. Threads take ``SHARE`` queries of a head at a time, so that nine heads on two
+threads take half of the time. Column sums of these queries are added row after row,
+and then those of all shares, so that no bit depends on the number of threads.
 
 Source: online softmax, FlashAttention (Dao et al., 2022)
 
@@ -374,15 +374,17 @@ def _work(address):
 
 @kernel
 def _give_sums(job):
-    """Add the column sums of all shares, in the order of their queries, to those of the part."""
+    """Add up the column sums of all shares, in the order of their queries, for the part."""
     part = carray(pointer(job[PART]), PART_WORDS, np.int64)
     shares, known = _wide(part[COUNT], SHARE) // SHARE, _wide(job[KNOWN], TILE)
     for head in range(job[HEADS]):
+        added = job[ADDED] + 4 * (known * head * shares + part[SUMS_FROM])
+        sums = carray(pointer(added), part[SUMMED], np.float32)
+        for share in range(1, shares):
+            sums += carray(pointer(added + 4 * known * share), part[SUMMED], np.float32)
         place = part[SUMS] + job[LAYER] * part[SUMS_LAYER] + head * part[SUMS_HEAD]
         given = carray(pointer(place), part[SUMMED], np.float32)
-        for share in range(shares):
-            added = job[ADDED] + 4 * (known * (head * shares + share) + part[SUMS_FROM])
-            given += carray(pointer(added), part[SUMMED], np.float32)
+        given += sums
 
 
 @job_start

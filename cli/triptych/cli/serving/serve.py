@@ -29,15 +29,13 @@ RAY_ENVIRONMENT = {
     "RAY_enable_output_error_log_if_still_retry": "0",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
-    "MALLOC_ARENA_MAX": "2",
 }
 """Ray reads these when it starts: errors of its proxies have OpenAI's shape and events of streams
 take a direct way, and workers get the cores as any other process does. Calls of Serve's controller
 have retries without end, and at a stop it ends under them: Ray does not print that they are
 retried. Serve's controller looks four times a second instead of ten, and Serve adds up its own
-metrics every 5 s instead of 0.1, of which Ray reads each tenth second. A process has two heaps of
-glibc instead of eight per core, since what is free in one is of no use to a thread of another: 50
-MB of all processes. Variables that are set stay as they are."""
+metrics every 5 s instead of 0.1, of which Ray reads each tenth second. Variables that are set stay
+as they are."""
 DRAIN_MARGIN_S = 10.0
 """How much longer than the grace period the routers may take to drain."""
 

@@ -3,7 +3,7 @@
 The threads of a team wait for each other after every operation. If another program runs on one of
 their cores, all of them wait for the thread there, and the others spin meanwhile: a step of two
 threads takes ten times as long as a step of one (docs/log.md). So a team is as large as the number
-of cores that its threads are given, and is enlarged when cores are idle.
+of cores that its threads are given, and a larger one is tried after a rest.
 """
 
 import os

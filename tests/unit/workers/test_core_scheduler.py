@@ -276,3 +276,30 @@ def test_answers_do_not_wait_for_a_chunk_that_leaves_them_their_core(
         assert torch.get_num_threads() == 1
         with decode.step(lambda: False, CoreUse.SMALL):  # would wait for ever
             assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_core_that_decode_lends_counts_as_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lends: bool
+) -> None:
+    prompts = SharedCores(tmp_path, cores=2)
+    decode = SharedCores(tmp_path, cores=2, is_decode_only=True)
+    prompts.set_working(has_more=False, has_prompts=True)
+    with decode.step(lambda: not lends, CoreUse.SMALL):
+        pass
+    decode.set_working(has_more=True, has_prompts=False)
+    seen = list[int]()
+
+    def counted(lent: int) -> int:
+        seen.append(lent)
+        return lent
+
+    monkeypatch.setattr("triptych.workers.core_scheduler.idle_cores", counted)
+    rested = ThreadTeam(threads=1, enlarge_at_s=time.monotonic())
+    monkeypatch.setattr(prompts, "_read_team", lambda: rested)
+    with prompts.step(lambda: True):
+        assert torch.get_num_threads() == 1 + lends
+    decode.set_working(has_more=False, has_prompts=False)
+    with prompts.step(lambda: True):
+        pass
+    assert seen == [int(lends), 0]

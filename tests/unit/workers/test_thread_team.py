@@ -77,12 +77,13 @@ def test_a_team_that_is_reduced_again_and_again_rests_longer() -> None:
     assert (team.threads, team.rest_s) == (2, 0.0)
 
 
-def test_a_team_is_enlarged_after_its_rest_by_idle_cores_and_by_one_in_any_case() -> None:
+def test_a_team_is_enlarged_after_its_rest_if_a_core_is_idle_and_later_in_any_case() -> None:
     team = ThreadTeam(threads=2).after(step(0.3, 1.0, 100), now_s=1.0)
     assert team.enlarged(4, 3, now_s=1.4).threads == 1
     assert team.enlarged(4, 3, now_s=1.5).threads == 4
     assert team.enlarged(4, 2, now_s=1.5).threads == 3
-    assert team.enlarged(4, 0, now_s=1.5).threads == 2
+    assert team.enlarged(2, 0, now_s=31.4).threads == 1
+    assert team.enlarged(2, 0, now_s=31.5).threads == 2
 
 
 @given(
@@ -109,10 +110,11 @@ def test_idle_cores_are_those_that_run_nothing(
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     (tmp_path / "loadavg").write_text("2.91 1.04 0.56 3/768 23123\n")
-    assert idle_cores(tmp_path / "loadavg") == 5
+    assert idle_cores(loadavg=tmp_path / "loadavg") == 5
+    assert idle_cores(1, tmp_path / "loadavg") == 6
     (tmp_path / "loadavg").write_text("2.91 1.04 0.56 20/768 23123\n")
-    assert idle_cores(tmp_path / "loadavg") == 0
-    assert idle_cores(tmp_path / "none") == 7
+    assert idle_cores(loadavg=tmp_path / "loadavg") == 0
+    assert idle_cores(loadavg=tmp_path / "none") == 7
 
 
 def test_a_step_beside_busy_programs_has_fewer_threads(tmp_path: Path) -> None:

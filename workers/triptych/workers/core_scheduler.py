@@ -72,8 +72,9 @@ class SharedCores:
     next, so a worker that has just ended a step cannot take the next one before a worker that
     waits. The kernel releases the locks of a process that dies. The file of ``turn`` holds the
     thread team that the workers of the part share; only the holder reads and writes it. Workers
-    with work share the lock of ``working``, and those that have prompts after a step that of
-    ``queue``; a step with cores of both parts holds ``both``.
+    with work share the lock of ``working``, decode workers that lend their cores that of ``lent``
+    in its place, and workers that have prompts after a step that of ``queue``; a step with cores of
+    both parts holds ``both``.
     """
 
     def __init__(
@@ -86,10 +87,12 @@ class SharedCores:
         own, other = ("decode", "prompts") if is_decode_only else ("prompts", "decode")
         part = own if self._is_divided else "all"
         working = f"working.{own}", f"working.{other}"
-        self._next, self._turn, self._working, self._others_work, self._both, self._queue = (
+        names = f"next.{part}", f"turn.{part}", *working, "both", "queue", "lent"
+        self._next, self._turn, self._working, self._others_work, self._both, *others = (
             os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            for name in (f"next.{part}", f"turn.{part}", *working, "both", "queue")
+            for name in names
         )
+        self._queue, self._lent = others
         self._share = self._cores // 2 if is_decode_only else self._cores - self._cores // 2
         """Cores of this part while the other one works."""
         self._next_s = 0.0
@@ -106,6 +109,8 @@ class SharedCores:
         """
         if not self._is_lent:
             fcntl.flock(self._working, _shared_if(has_more))
+        elif not has_more:
+            fcntl.flock(self._lent, fcntl.LOCK_UN)
         if not self._is_decode_only:
             fcntl.flock(self._queue, _shared_if(has_prompts))
 
@@ -141,7 +146,9 @@ class SharedCores:
     def _claim(self, *, is_lent: bool) -> None:
         """Show the other part that this one works, or that it may have all cores all the same."""
         self._is_lent = is_lent
-        fcntl.flock(self._working, fcntl.LOCK_UN if is_lent else fcntl.LOCK_SH)
+        fcntl.flock(self._working, _shared_if(not is_lent))
+        if self._is_decode_only:
+            fcntl.flock(self._lent, _shared_if(is_lent))
 
     def _should_wait(self, use: CoreUse) -> bool:
         """Whether a step that is not urgent does not begin yet."""
@@ -208,7 +215,8 @@ class SharedCores:
         team = self._read_team()
         if team.threads >= self._cores:
             return team
-        return team.enlarged(self._cores, idle_cores(), time.monotonic())
+        lent = int(_is_held(self._lent))  # a step of decode that runs ends within milliseconds
+        return team.enlarged(self._cores, idle_cores(lent), time.monotonic())
 
     def _read_team(self) -> ThreadTeam:
         """The team as the last step left it; all cores at the first step."""

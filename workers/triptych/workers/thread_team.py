@@ -3,7 +3,7 @@
 The threads of a team wait for each other after every operation. If another program runs on one of
 their cores, all of them wait for the thread there, and the others spin meanwhile: a step of two
 threads takes ten times as long as a step of one (docs/log.md). So a team is as large as the number
-of cores that its threads are given, and a larger one is tried after a rest.
+of cores that its threads are given, and is enlarged when cores are idle.
 """
 
 import os
@@ -87,22 +87,26 @@ class ThreadTeam:
     def enlarged(self, most: int, idle: int, now_s: float) -> "ThreadTeam":
         """The team after its rest, with idle cores added, at most ``most`` threads.
 
-        One thread is added even if no core seems idle: what runs there may be a stage of this
-        server that lets a larger team have its core.
+        One thread is added after ``MAX_REST_S`` more even if no core seems idle: in a container
+        the count may be that of other cores.
         """
         if now_s < self.enlarge_at_s:
             return self
-        threads = min(most, self.threads + max(1, idle))
+        added = max(idle, int(now_s >= self.enlarge_at_s + MAX_REST_S))
+        threads = min(most, self.threads + added)
         if threads <= self.threads:
             return self
         return ThreadTeam(threads=threads, enlarge_at_s=now_s, rest_s=self.rest_s)
 
 
-def idle_cores(loadavg: Path = Path("/proc/loadavg")) -> int:
-    """Cores of the machine on which nothing runs but the caller; all but one if unknown."""
+def idle_cores(lent: int = 0, loadavg: Path = Path("/proc/loadavg")) -> int:
+    """Cores of the machine on which nothing runs but the caller; all but one if unknown.
+
+    ``lent``: threads that may run, but let a step have their cores.
+    """
     cores = os.cpu_count() or 1
     try:
         running = int(loadavg.read_text().split()[3].split("/")[0])
     except (OSError, ValueError, IndexError):
         running = 1
-    return max(0, cores - max(1, running))
+    return max(0, cores - max(1, running - lent))

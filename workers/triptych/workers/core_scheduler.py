@@ -86,13 +86,12 @@ class SharedCores:
         self._is_divided, self._is_decode_only = self._cores > 1, is_decode_only
         own, other = ("decode", "prompts") if is_decode_only else ("prompts", "decode")
         part = own if self._is_divided else "all"
-        working = f"working.{own}", f"working.{other}"
-        names = f"next.{part}", f"turn.{part}", *working, "both", "queue", "lent"
-        self._next, self._turn, self._working, self._others_work, self._both, *others = (
-            os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            for name in names
+        self._next, self._turn = (_lock(directory / f"{name}.{part}") for name in ("next", "turn"))
+        self._working = _lock(directory / f"working.{own}")
+        self._others_work = _lock(directory / f"working.{other}")
+        self._both, self._queue, self._lent = (
+            _lock(directory / name) for name in ("both", "queue", "lent")
         )
-        self._queue, self._lent = others
         self._share = self._cores // 2 if is_decode_only else self._cores - self._cores // 2
         """Cores of this part while the other one works."""
         self._next_s = 0.0
@@ -230,6 +229,11 @@ class SharedCores:
             enlarge_at_s=enlarge_at_s,
             rest_s=rest_s,
         )
+
+
+def _lock(path: Path) -> int:
+    """The file of a lock, which is made if it is missing."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _shared_if(is_held: bool) -> int:

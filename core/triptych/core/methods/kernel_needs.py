@@ -18,10 +18,10 @@ together; ``page_selection``: decode chooses the pages that it reads."""
 
 
 def kernel_needs(config: AppConfig) -> frozenset[KernelNeed]:
-    """What a server needs on a CPU, as far as its settings say without the model.
+    """Kinds of kernels for a CPU that the settings of a server call for, beside the usual ones.
 
-    Methods that need a file which the settings do not name, such as networks beside the model, are
-    taken to merge tokens and to compute prompts op by op.
+    The model is not known yet: methods that need a file which the settings do not name, such as
+    networks beside the model, are taken to merge tokens and to compute prompts op by op.
     """
     found = set(_needs_of_methods(config.compressor))
     if config.decode.selection.method != "none":

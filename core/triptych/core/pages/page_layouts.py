@@ -1,4 +1,4 @@
-"""What a page plan is made of, and the layouts of its pages."""
+"""Fields of a page plan, and the layout of each kind of page."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

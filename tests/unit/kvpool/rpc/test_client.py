@@ -171,6 +171,9 @@ def test_an_empty_request_is_a_request(join: Join) -> None:
     [lease_ref] = prefill.handoff([("r", nothing)])
     [lease_ref] = decode.attach([(lease_ref, nothing)])
     decode.release([lease_ref.lease])
+    assert len(nothing) == 0
+    with pytest.raises(StaleHandle):
+        decode.attach([(lease_ref, nothing)])
 
 
 def test_a_pool_that_is_too_small_says_so_and_loses_nothing(join: Join) -> None:
